@@ -80,10 +80,16 @@ def described(params: Any) -> list[dict[str, Any]]:
 
 t = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    'SGD': lambda p: t.SGD(p, lr=0.1),
+    **{
+        name: lambda p, name=name: getattr(t, name)(p, lr=0.01)
+        for name in ('SGD', 'Adagrad', 'ASGD', 'Rprop', 'Adafactor')
+    },
+    **{
+        name: lambda p, name=name: getattr(t, name)(p, lr=0.01, eps=1e-4)
+        for name in ('Adam', 'Adamax', 'NAdam', 'RAdam', 'Adadelta')
+    },
     'SGD momentum': lambda p: t.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     'SGD extra keys': lambda p: t.SGD(described(p), lr=0.1, momentum=0.9),
-    'Adam': lambda p: t.Adam(p, lr=0.01, eps=1e-4),
     'Adam tensor lr': lambda p: t.Adam(p, lr=torch.tensor(0.01), eps=1e-4),
     'Adam tensor betas': lambda p: t.Adam(
         p, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), eps=1e-4
@@ -93,15 +99,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     'AdamW fused': lambda p: t.AdamW(p, lr=0.01, eps=1e-4, fused=True),
     'AdamW NumPy numbers': lambda p: t.AdamW(p, lr=np.float64(0.1), weight_decay=np.float32(0.5), eps=1e-4),
     'AdamW named': lambda p: t.AdamW([(f'p{index}', each) for index, each in enumerate(p)], lr=0.01, eps=1e-4),
-    'Adamax': lambda p: t.Adamax(p, lr=0.01, eps=1e-4),
-    'NAdam': lambda p: t.NAdam(p, lr=0.01, eps=1e-4),
-    'RAdam': lambda p: t.RAdam(p, lr=0.01, eps=1e-4),
     'RMSprop': lambda p: t.RMSprop(p, lr=0.01, centered=True, momentum=0.5, eps=1e-4),
-    'Adagrad': lambda p: t.Adagrad(p, lr=0.01),
-    'Adadelta': lambda p: t.Adadelta(p, eps=1e-4),
-    'ASGD': lambda p: t.ASGD(p, lr=0.01),
-    'Rprop': lambda p: t.Rprop(p, lr=0.01),
-    'Adafactor': lambda p: t.Adafactor(p, lr=0.01),
     'of others': lambda p: Lion(p, lr=0.01),
     'of others, odd state': lambda p: Odd(p, lr=0.01),
     'of others, chosen rate': lambda p: Relative(p),
@@ -173,7 +171,7 @@ def test_files_of_older_torch_lack_settings() -> None:
         assert stepped and set(stepped) == {2}, key
 
 
-def test_learning_rates_of_any_schedule_are_taken() -> None:
+def test_what_schedules_leave_in_groups_and_state_is_taken() -> None:
     """A linear decay that lasts too long goes below 0; NumPy's functions give NumPy's numbers."""
     model, wrapper = wrapped('O5', lambda p: t.SGD(p, lr=0.1, momentum=0.9))
     train(model, wrapper)
@@ -182,12 +180,7 @@ def test_learning_rates_of_any_schedule_are_taken() -> None:
         state['param_groups'][0].update(lr=value, momentum=value, weight_decay=value)
         wrapper.load_state_dict(state)
         assert float(wrapper.optimizer.param_groups[0]['lr']) == float(value)
-
-
-def test_state_may_lack_what_a_schedule_has_turned_off() -> None:
-    """Where momentum has sunk to 0, a parameter that comes into use has no buffer, and needs none."""
-    model, wrapper = wrapped('O5', lambda p: t.RMSprop(p, lr=0.1, momentum=0.9))
-    train(model, wrapper)
+    # where momentum has sunk to 0, a parameter that comes into use has no buffer, and needs none
     state = copy.deepcopy(wrapper.state_dict())
     del state['state'][1]['momentum_buffer']
     state['param_groups'][0]['momentum'] = 0.0
@@ -196,14 +189,10 @@ def test_state_may_lack_what_a_schedule_has_turned_off() -> None:
 
 
 def test_state_of_another_optimizer_is_refused() -> None:
-    states = {}
-    for name in ('SGD momentum', 'Adam'):
-        model, wrapper = wrapped('O5', OPTIMIZERS[name])
-        train(model, wrapper)
-        states[name] = wrapper.state_dict()
-    _, wrapper = wrapped('O5', OPTIMIZERS['Adam'])
+    (model, wrapper), (_, other) = wrapped('O5', OPTIMIZERS['SGD momentum']), wrapped('O5', OPTIMIZERS['Adam'])
+    train(model, wrapper)
     with pytest.raises(AmpCheckpointError, match='another optimizer'):
-        wrapper.load_state_dict(states['SGD momentum'])
+        other.load_state_dict(wrapper.state_dict())
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -281,13 +270,9 @@ def test_files_fit_models_with_and_without_wrappers_inside(first: bool, second: 
     # no further iteration: what is there is what was loaded
     again = run('second', wrapper, second, load_from=path, resume=True)
     assert differences(plain(again.model.state_dict()), plain(runner.model.state_dict())) == []
-    means = [
-        next(hook for hook in each.hooks if isinstance(hook, EMAHook)).ema_model.module for each in (runner, again)
-    ]
+    means = [hook.ema_model.module for each in (runner, again) for hook in each.hooks if isinstance(hook, EMAHook)]
     assert differences(*(plain(mean.state_dict()) for mean in means)) == []
     # weights alone
-    torch.manual_seed(5)
     still = {**wrapper, 'optimizer': dict(type='SGD', lr=0.0)}
     loaded = plain(run('third', still, second, load_from=path).model.state_dict())
-    for key in ('fc.module.weight', 'conv.weight'):
-        assert differences(loaded[key], saved['state_dict'][key]) == [], key
+    assert differences(loaded['fc.module.weight'], saved['state_dict']['fc.module.weight']) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -270,24 +271,14 @@ def test_several_optimizers_with_schedules_of_their_own(level: str, tmp_path: Pa
 # -- torch's schedulers, over the optimizer of a wrapper in a script --------------------------------------------------
 
 
-class Descent:
-    """A callable with a state, which LambdaLR saves."""
-
-    def __init__(self) -> None:
-        self.power = 1.5
-
-    def __call__(self, step: int) -> float:
-        # below 0 at the end, as linear decays are that last too long
-        return 1 - step / 5
-
-
 TORCH: dict[str, Callable[[Any], Any]] = {
     'ChainedScheduler': lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
     ),
     'CosineAnnealingWarmRestarts': lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
     'CyclicLR': lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=True),
-    'LambdaLR': lambda o: lr_scheduler.LambdaLR(o, Descent()),
+    # below 0 at the end, as linear decays are that last too long
+    'LambdaLR': lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / 5),
     'OneCycleLR': lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=10),
     'ReduceLROnPlateau': lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, min_lr=1e-4),
     'SWALR': lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=2),
@@ -309,9 +300,10 @@ class Script:
         self.wrapper = AmpOptimWrapper(opt_level=level, loss_scale=64.0, optimizer=optimizer)
         self.schedule = TORCH[kind](optimizer)
         self.wrapper.initialize_count_status(self.model, 0, 10)
-        self.rates: list[Any] = []
 
-    def train(self, steps: Iterable[int]) -> None:
+    def train(self, steps: Iterable[int]) -> list[Any]:
+        """The rates after each step."""
+        rates = []
         for step in steps:
             batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
             with self.wrapper.optim_context(self.model):
@@ -319,29 +311,23 @@ class Script:
             self.wrapper.update_params(loss)
             plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
             self.schedule.step(*([1.0] if plateau else []))
-            self.rates.append([dict(group, params=None) for group in self.wrapper.optimizer.param_groups])
+            rates.append([dict(group, params=None) for group in self.wrapper.optimizer.param_groups])
+        return rates
 
 
 def test_torchs_schedulers_in_scripts() -> None:
     wrong = []
-    for index, kind in enumerate(TORCH):
-        level = ('O2', 'O4')[index % 2]
-        whole, parts = Script(level, kind), []
-        for step in range(6):
-            if step in (0, 1, 3):
-                file = io.BytesIO()
-                torch.save((whole.model.state_dict(), whole.wrapper.state_dict()), file)
-                model, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-                # what a scheduler saves is its own affair; what it leaves in the groups is compared
-                schedule = copy.deepcopy(whole.schedule.state_dict())
-                part = Script(level, kind)
-                part.model.load_state_dict(model)
-                part.wrapper.load_state_dict(state)
-                part.schedule.load_state_dict(schedule)
-                part.train(range(step, 6))
-                parts.append(part)
-            whole.train([step])
-        for part in parts:
-            wrong += differences(whole.rates[-len(part.rates) :], part.rates, kind)
-            wrong += differences(dict(whole.model.state_dict()), dict(part.model.state_dict()), kind)
+    for (index, kind), point in itertools.product(enumerate(TORCH), (0, 3)):
+        whole, part = (Script(('O2', 'O4')[index % 2], kind) for _ in range(2))
+        whole.train(range(point))
+        file = io.BytesIO()
+        torch.save((whole.model.state_dict(), whole.wrapper.state_dict()), file)
+        model, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        part.model.load_state_dict(model)
+        part.wrapper.load_state_dict(state)
+        # what a scheduler saves is its own affair; what it leaves in the groups is compared
+        part.schedule.load_state_dict(copy.deepcopy(whole.schedule.state_dict()))
+        rates = [each.train(range(point, 6)) for each in (whole, part)]
+        wrong += differences(*rates, kind)
+        wrong += differences(dict(whole.model.state_dict()), dict(part.model.state_dict()), kind)
     assert wrong == []

@@ -1,9 +1,7 @@
-"""Checkpoints of other programs, in ``tests/data/foreign``: who makes them, and trainings without this package.
+"""Trainings without this package, beside the checkpoints of other programs in ``tests/data/foreign``.
 
-``python tests/lib/foreign.py make`` makes the files anew. Those of mmengine come from real runs of its Runner in a process
-that never imports amp_wrapper. Those of apex are put together in apex's documented format, around the optimizer state of a
-real torch run: apex.amp is gone and does not install. ``python tests/lib/foreign.py resume FOLDER`` goes on from the files that
-FOLDER/cases.json names, by mmengine alone, and writes what each run had at its start and its end to FOLDER/results.pth.
+``python tests/lib/foreign.py FOLDER`` goes on from the files that FOLDER/cases.json names, by mmengine alone, and writes what
+each run had at its start and its end to FOLDER/results.pth.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import functools
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +111,9 @@ class KeepStart(Hook):
 def state_of(runner: Any) -> dict[str, Any]:
     wrapper = runner.optim_wrapper
     parts = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {'': wrapper}
+    schedules = (
+        runner.param_schedulers if isinstance(runner.param_schedulers, dict) else {'': runner.param_schedulers or []}
+    )
     averages = [hook.ema_model.state_dict() for hook in runner.hooks if type(hook).__name__ == 'EMAHook']
     found = dict(
         position=(runner.epoch, runner.iter),
@@ -121,6 +121,7 @@ def state_of(runner: Any) -> dict[str, Any]:
         average=dict(averages[0]) if averages else None,
         optimizer={name: part.optimizer.state_dict() for name, part in parts.items()},
         scale={name: part.loss_scaler.state_dict() for name, part in parts.items() if hasattr(part, 'loss_scaler')},
+        schedules={name: [schedule.last_step for schedule in part] for name, part in schedules.items()},
         base={name: part.base_param_settings for name, part in parts.items()},
     )
     return copy.deepcopy(found)
@@ -175,76 +176,7 @@ def resume(folder: Path) -> None:
     torch.save(results, folder / 'results.pth')
 
 
-def make_mmengine(folder: Path) -> None:
-    """mmengine's OptimWrapper, AmpOptimWrapper, OptimWrapperDict and EMAHook."""
-    several = dict(custom_keys=dict(head=dict(lr_mult=0.5)), norm_decay_mult=0.0)
-    weights = dict(type='CheckpointHook', save_optimizer=False, save_param_scheduler=False)
-    pair = {name: dict(type='OptimWrapper', optimizer=SGD) for name in PAIR}
-    alone = dict(checkpoint=dict(type='CheckpointHook', save_param_scheduler=False))
-    amp = dict(type='AmpOptimWrapper', dtype='bfloat16')
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        'plain_sgd': (dict(type='OptimWrapper', optimizer=SGD), {}),
-        # several groups: mmengine appends base_param_settings
-        'plain_adamw': (dict(type='OptimWrapper', optimizer=ADAMW, paramwise_cfg=several), {}),
-        'ema': (
-            dict(type='OptimWrapper', optimizer=SGD),
-            dict(custom_hooks=[dict(type='EMAHook', momentum=0.1)]),
-        ),
-        'plain_pair': (dict(constructor='ForeignPairConstructor', **pair), dict(default_hooks=alone)),
-        'weights': (dict(type='OptimWrapper', optimizer=SGD), dict(default_hooks=dict(checkpoint=weights))),
-        # its scaler finds no GPU, disables itself and saves {}
-        'stock_bf16': (dict(amp, optimizer=SGD), {}),
-        'stock_sgd': (dict(amp, loss_scale=SCALER, optimizer=SGD), {}),
-        'stock_adamw': (dict(amp, loss_scale=SCALER, optimizer=ADAMW), {}),
-    }
-    amp_optimizer_wrapper.is_cuda_available = lambda: True
-    for name, (wrapper, overrides) in cases.items():
-        if name == 'stock_sgd':
-            allow_stock_amp_on_cpu()
-        # in a folder of its own, so that no path of this machine gets into the file
-        with tempfile.TemporaryDirectory() as work:
-            os.chdir(work)
-            runner = Runner.from_cfg(config('work', wrapper, **{'experiment_name': name, **overrides}))
-            runner._work_dir = 'work'
-            runner.train()
-            (folder / f'{name}.pth').write_bytes(Path('work', 'epoch_2.pth').read_bytes())
-
-
-def make_apex(folder: Path) -> None:
-    """As at O2: FP32 copies of rounded weights, optimizer state of FP32 masters."""
-    torch.manual_seed(0)
-    model, data = ForeignNet(), ForeignData()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9, weight_decay=0.01)
-    for _ in range(6):
-        optimizer.zero_grad()
-        model(data.points, data.labels, mode='loss')['loss'].backward()
-        optimizer.step()
-    for name, parameter in model.named_parameters():
-        if not name.startswith('bn'):
-            parameter.data = parameter.data.half().float()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    state, one = optimizer.state_dict(), {'loss_scaler0': {'loss_scale': 4096.0, 'unskipped': 3}}
-    two = {**one, 'loss_scaler1': {'loss_scale': 512.0, 'unskipped': 1017}}
-    # mmengine's ApexOptimWrapper.state_dict: the optimizer's own, and apex_amp; no base_param_settings
-    meta = dict(epoch=2, iter=6, seed=0, mmengine_version='0.10.7', time='20250401_120000')
-    hub: dict[str, Any] = dict(log_scalars={}, runtime_info={}, resumed_keys={})
-    wrapper = dict(meta=meta, state_dict=weights, message_hub=hub, optimizer={**state, 'apex_amp': one})
-    torch.save(wrapper, folder / 'apex_wrapper.pth')
-    # the README of apex
-    torch.save(dict(model=weights, optimizer=state, amp=two), folder / 'raw_apex.pth')
-    # apex's examples/imagenet/main_amp.py, under DDP, with the line that its README asks for
-    wrapped = {f'module.{name}': value for name, value in weights.items()}
-    imagenet = dict(epoch=2, arch='tiny', state_dict=wrapped, best_prec1=75.0, optimizer=state, amp=one)
-    torch.save(imagenet, folder / 'raw_apex_imagenet.pth')
-    # tensors by name and nothing else, as torch before 1.6 wrote files
-    torch.save(weights, folder / 'bare_legacy.pth', _use_new_zipfile_serialization=False)
-
-
 if __name__ == '__main__':
     torch.set_num_threads(1)
-    if sys.argv[1] == 'make':
-        make_mmengine(FOLDER)
-        make_apex(FOLDER)
-    else:
-        resume(Path(sys.argv[2]))
-    assert 'amp_wrapper' not in sys.modules, 'these files and runs are to be without the package'
+    resume(Path(sys.argv[1]))
+    assert 'amp_wrapper' not in sys.modules, 'these runs are to be without the package'
