@@ -178,38 +178,6 @@ def test_buffers_stay_where_no_step_is_skipped() -> None:
         assert model.part.running_mean.isnan().any() and model.part.num_batches_tracked == 1
 
 
-# -- what is written outside of forward passes -----------------------------------------------------------------------------
-
-
-@pairs(door=DOORS, how=('reset', 'load before', 'load between', 'without gradients'))
-def test_writes_of_other_code_stay(door: str, how: str) -> None:
-    """Before the first pass of a step in any way; between its passes what is loaded."""
-    for level in LEVELS:
-        model = Around(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
-        run = scripted(level, model, door)
-        step(run, batch())
-        first = model.part[0]
-        other = snapshot(model.part[1])
-        wanted = {name: torch.full((3,), 3.0) for name in ('running_mean', 'running_var')}
-        if how == 'reset':
-            first.reset_running_stats()
-            wanted = {'running_mean': torch.zeros(3), 'running_var': torch.ones(3)}
-        elif how == 'load before':
-            first.load_state_dict(wanted, strict=False)
-        elif how == 'without gradients':
-            with torch.no_grad():
-                model(batch(seed=3))
-            other, wanted = snapshot(model.part[1]), snapshot(first)
-        run.backward(run.forward(batch()))
-        run.backward(run.forward(batch(bad=True)))
-        if how == 'load between':
-            first.load_state_dict(wanted, strict=False)
-        run.step()
-        for name in ('running_mean', 'running_var'):
-            assert torch.equal(first.state_dict()[name], wanted[name].float()), (level, name)
-        assert changed(other, model.part[1]) == [], level
-
-
 # -- ways to run a forward pass --------------------------------------------------------------------------------------------
 
 
