@@ -18,6 +18,7 @@ from foreign import read
 
 from amp_wrapper.cli import main
 
+Capture = pytest.CaptureFixture[str]
 #: The kind of each file, and what else is said about it: the row, and words in it.
 KINDS: dict[str, tuple[str, str, str]] = {
     'plain_sgd': ('plain', 'loss scale', 'none'),
@@ -36,14 +37,14 @@ KINDS: dict[str, tuple[str, str, str]] = {
 TYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 
 
-def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, str]:
+def inspected(capsys: Capture, path: Path) -> dict[str, str]:
     """The rows of ``--inspect``."""
     assert main(['convert', str(path), '--inspect']) == 0
     lines = capsys.readouterr().out.splitlines()
     return dict(re.split(r'  +', line, maxsplit=1) for line in lines)  # type: ignore[misc]
 
 
-def error(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def error(capsys: Capture, *words: object) -> str:
     """The one line in which the command ends."""
     capsys.readouterr()
     assert main(['convert', *map(str, words)]) == 1
@@ -62,7 +63,7 @@ def convert(content: Any, folder: Path, *words: str) -> Any:
 # -- inspection -------------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_file_is_described(tmp_path: Path, capsys: Capture) -> None:
     assert {path.stem for path in foreign.FOLDER.glob('*.pth')} == set(KINDS)
     for name, (kind, row, words) in KINDS.items():
         rows = inspected(capsys, foreign.FOLDER / f'{name}.pth')
@@ -74,7 +75,7 @@ def test_every_kind_of_file_is_described(tmp_path: Path, capsys: pytest.CaptureF
             assert rows['saved'].startswith('epoch 2, iter 6') and 'mmengine 0.10.7, seed 0' in rows['saved']
 
 
-def test_files_of_every_level_are_described(own_runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_every_level_are_described(own_runs: Any, tmp_path: Path, capsys: Capture) -> None:
     for level, (path, _) in own_runs.items():
         rows = inspected(capsys, path)
         assert rows['kind'].startswith('own (') and rows['level'].startswith(level)
@@ -90,7 +91,7 @@ def test_files_of_every_level_are_described(own_runs: Any, tmp_path: Path, capsy
     assert inspected(capsys, tmp_path / 'file.pth')['non-finite'] == 'stem.bias'
 
 
-def test_open_accumulation_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_accumulation_is_described(tmp_path: Path, capsys: Capture) -> None:
     # three iterations an epoch, in accumulations of two
     wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=foreign.SGD, accumulative_counts=2)
     foreign.run(tmp_path, wrapper, epochs=3)
@@ -98,9 +99,7 @@ def test_open_accumulation_is_described(tmp_path: Path, capsys: pytest.CaptureFi
     assert inspected(capsys, tmp_path / 'epoch_2.pth')['accumulated'].startswith('nothing')
 
 
-def test_commit_of_the_users_repository_is_no_version_of_mmengine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commit_of_the_users_repository_is_no_version_of_mmengine(tmp_path: Path, capsys: Capture) -> None:
     """mmengine appends the commit of the current folder to its version."""
     for ending, said in (('', ''), ('unknown', ''), ('2d91ed43' * 5, ', in a repository at commit 2d91ed43')):
         file = read('plain_sgd.pth')
@@ -110,7 +109,7 @@ def test_commit_of_the_users_repository_is_no_version_of_mmengine(
 
 
 @pytest.mark.xfail(strict=True, raises=NotImplementedError, reason='checkpoint')
-def test_file_with_float8_weights_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_with_float8_weights_is_described(tmp_path: Path, capsys: Capture) -> None:
     file = read('weights.pth')
     file['state_dict']['small'] = torch.ones(3).to(torch.float8_e4m3fn)
     torch.save(file, tmp_path / 'file.pth')
@@ -137,9 +136,7 @@ def test_weights_of_every_file(tmp_path: Path) -> None:
         assert differences(content['state_dict'], expected, ordered=True) == [], (name, word)
 
 
-def test_types_that_are_left_alone_and_values_that_do_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_types_that_are_left_alone_and_values_that_do_not_fit(tmp_path: Path, capsys: Capture) -> None:
     tied = torch.tensor([1.5, 1e-9, 0.0])
     weights = {
         'a': tied,
@@ -169,7 +166,7 @@ def test_types_that_are_left_alone_and_values_that_do_not_fit(
         assert ('kept in float32: large' in said) == ('1 elements were too small' in said) == (word == 'fp16')
 
 
-def test_average_or_trained_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_average_or_trained_weights(tmp_path: Path, capsys: Capture) -> None:
     file = read('ema.pth')
     prefix = 'module.'
     trained = {key[len(prefix) :]: value for key, value in file['ema_state_dict'].items() if key.startswith(prefix)}
@@ -192,9 +189,7 @@ def test_weights_are_saved_from_files_that_nothing_resumes_from(tmp_path: Path) 
 
 
 @pytest.mark.parametrize('words, stem', [([], 'epoch_2'), (['--to', 'fp16'], 'epoch_2_fp16')])
-def test_published_file_has_its_hash_in_its_name(
-    words: list[str], stem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_file_has_its_hash_in_its_name(words: list[str], stem: str, tmp_path: Path, capsys: Capture) -> None:
     source = Path(shutil.copy(foreign.FOLDER / 'stock_sgd.pth', tmp_path / 'epoch_2.pth'))
     assert main(['convert', str(source), '--publish', *words]) == 0
     (out,) = set(tmp_path.iterdir()) - {source}
@@ -214,7 +209,7 @@ def test_published_file_has_its_hash_in_its_name(
         assert set(tmp_path.iterdir()) == before
 
 
-def test_folder_of_shards_gives_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_shards_gives_the_same_weights(tmp_path: Path, capsys: Capture) -> None:
     folder, source = tmp_path / 'folder', foreign.FOLDER / 'stock_sgd.pth'
     assert main(['convert', str(source), str(folder), '--to', 'sharded']) == 0
     for path in (folder, source):
@@ -248,7 +243,7 @@ ODD: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_odd_files_end_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_files_end_in_a_line(tmp_path: Path, capsys: Capture) -> None:
     for content, word in ODD.values():
         torch.save(content, tmp_path / 'file.pth')
         assert word in error(capsys, tmp_path / 'file.pth', '--inspect')
@@ -257,7 +252,7 @@ def test_odd_files_end_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 'module.x' in said and not (tmp_path / 'out.pth').exists()
 
 
-def test_source_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_is_never_overwritten(tmp_path: Path, capsys: Capture) -> None:
     source = Path(shutil.copy(foreign.FOLDER / 'stock_sgd.pth', tmp_path / 'a.pth'))
     before = source.read_bytes()
     (tmp_path / 'link.pth').symlink_to(source)
@@ -272,7 +267,7 @@ def test_source_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert 'is not there' in error(capsys, tmp_path / 'none.pth', '--inspect')
 
 
-def test_wrong_words_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_end_with_status_2(tmp_path: Path, capsys: Capture) -> None:
     for words in ([], ['x.pth', '--inspect'], ['--to', 'fp8'], ['--weights', 'mean', '--inspect']):
         with pytest.raises(SystemExit) as caught:
             main(['convert', 'a.pth', *words])

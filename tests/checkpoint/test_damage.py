@@ -221,16 +221,6 @@ def test_states_of_wrappers_come_back_and_damaged_ones_are_refused_by_wrappers()
             wrapper.load_state_dict(state)
 
 
-def test_newer_format_is_refused_where_the_state_is_stock_shaped() -> None:
-    for level in ('O1', 'O4'):
-        _, wrapper = wrapper_of(level, 1)
-        state = wrapper.state_dict()
-        assert 'amp' not in state
-        state['loss_scaler']['amp']['version'] = 7
-        with pytest.raises(AmpCheckpointError, match='upgrade'):
-            wrapper.load_state_dict(state)
-
-
 # -- apex -------------------------------------------------------------------------------------------------------------
 
 

@@ -28,10 +28,6 @@ SMALL: dict[str, Any] = dict(
 )
 
 
-def train_cfg(epochs: int) -> dict[str, Any]:
-    return dict(by_epoch=True, max_epochs=epochs)
-
-
 @HOOKS.register_module()
 class OnlyLoad(Hook):
     """Ends a run when everything is loaded."""
@@ -47,7 +43,7 @@ class OnlyLoad(Hook):
 
 @pytest.fixture(scope='module')
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    return toy.run(tmp_path_factory.mktemp('run'), dict(WRAPPER), train_cfg=train_cfg(1), **SMALL)
+    return toy.run(tmp_path_factory.mktemp('run'), dict(WRAPPER), train_cfg=dict(by_epoch=True, max_epochs=1), **SMALL)
 
 
 def save(runner: Runner, folder: Path, number: Any) -> Path:
@@ -154,13 +150,15 @@ def test_content_that_cannot_be_read_back_is_warned_of_when_it_is_saved(tmp_path
 def three_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The work folder of a run that has saved three times."""
     folder: Path = tmp_path_factory.mktemp('run') / 'work'
-    toy.run(folder, dict(WRAPPER), train_cfg=train_cfg(3), **SMALL)
+    toy.run(folder, dict(WRAPPER), train_cfg=dict(by_epoch=True, max_epochs=3), **SMALL)
     return folder
 
 
 def resumed(folder: Path) -> tuple[int, str]:
     """The epoch from which a run in a folder goes on, and what it says."""
-    case: dict[str, Any] = dict(train_cfg=train_cfg(9), custom_hooks=[dict(type='OnlyLoad')], resume=True, **SMALL)
+    case: dict[str, Any] = dict(
+        train_cfg=dict(by_epoch=True, max_epochs=9), custom_hooks=[dict(type='OnlyLoad')], resume=True, **SMALL
+    )
     runner = Runner.from_cfg(toy.toy_config(folder, dict(WRAPPER), **case))
     with toy.run_log() as lines, pytest.raises(toy.Stop):
         runner.train()
