@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from bits import differences
 from mmengine.hooks import EMAHook
 from mmengine.registry import MODELS
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from amp_wrapper import AmpCheckpointError, AmpOptimWrapper
 
@@ -135,25 +136,71 @@ def wrapped(level: str, make: Callable[[Any], Optimizer]) -> tuple[Net, AmpOptim
     return model, AmpOptimWrapper(opt_level=level, optimizer=make(list(model.parameters())), loss_scale=1.0)
 
 
+def load(model: nn.Module, wrapper: AmpOptimWrapper, again: nn.Module, other: AmpOptimWrapper) -> None:
+    """Through a file, into a model and a wrapper that begin."""
+    file = io.BytesIO()
+    torch.save((model.state_dict(), wrapper.state_dict()), file)
+    weights, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    again.load_state_dict(weights)
+    other.load_state_dict(state)
+
+
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O3', 'O5'])
 def test_every_optimizer_goes_on(level: str) -> None:
     found = []
     for name, make in OPTIMIZERS.items():
         if level == 'O3' and name in NOT_AT_O3:
             continue
-        model, wrapper = wrapped(level, make)
+        (model, wrapper), (again, other) = (wrapped(level, make) for _ in range(2))
         train(model, wrapper, 2)
-        file = io.BytesIO()
-        torch.save((model.state_dict(), wrapper.state_dict()), file)
-        train(model, wrapper, 2)
-        weights, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        again, other = wrapped(level, make)
-        again.load_state_dict(weights)
-        other.load_state_dict(state)
-        train(again, other, 2)
+        load(model, wrapper, again, other)
+        for each, its_wrapper in ((model, wrapper), (again, other)):
+            train(each, its_wrapper, 2)
         found += differences(dict(model.state_dict()), dict(again.state_dict()), name)
         ends = [{key: each.state_dict()[key] for key in ('state', 'param_groups')} for each in (wrapper, other)]
         found += differences(*ends, name)
+    assert found == []
+
+
+TORCH: dict[str, Callable[[Any], Any]] = {
+    'ChainedScheduler': lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+    ),
+    'CosineAnnealingWarmRestarts': lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
+    'CyclicLR': lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=True),
+    # below 0 at the end, as linear decays are that last too long
+    'LambdaLR': lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / 5),
+    'OneCycleLR': lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=10),
+    'ReduceLROnPlateau': lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, min_lr=1e-4),
+    'SWALR': lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=2),
+    'SequentialLR': lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.CosineAnnealingLR(o, 4)], [2]
+    ),
+}
+
+
+def test_rates_of_torchs_schedulers_go_on() -> None:
+    def steps(model: nn.Module, wrapper: AmpOptimWrapper, schedule: Any, count: int) -> list[Any]:
+        """What each step leaves in the groups."""
+        groups = []
+        for _ in range(count):
+            train(model, wrapper)
+            schedule.step(*([1.0] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
+            groups.append([dict(group, params=None) for group in wrapper.optimizer.param_groups])
+        return groups
+
+    found = []
+    for (index, name), point in itertools.product(enumerate(TORCH), (0, 3)):
+        make = OPTIMIZERS['AdamW' if name in ('OneCycleLR', 'SWALR') else 'SGD extra keys']
+        (model, wrapper), (again, other) = (wrapped(('O2', 'O4')[index % 2], make) for _ in range(2))
+        schedule, later = (TORCH[name](each.optimizer) for each in (wrapper, other))
+        steps(model, wrapper, schedule, point)
+        load(model, wrapper, again, other)
+        # what a scheduler saves is its own affair
+        later.load_state_dict(copy.deepcopy(schedule.state_dict()))
+        ends = steps(model, wrapper, schedule, 3), steps(again, other, later, 3)
+        found += differences(*ends, name)
+        found += differences(dict(model.state_dict()), dict(again.state_dict()), name)
     assert found == []
 
 

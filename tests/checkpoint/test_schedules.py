@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
-import itertools
 import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import foreign
 import pairs
 import pytest
-import torch
 import toy
 from bits import differences
 from hypothesis import given, settings
@@ -22,10 +18,6 @@ from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapperDict
 from mmengine.registry import HOOKS, PARAM_SCHEDULERS
 from mmengine.runner import Runner
-from torch import nn
-from torch.optim import lr_scheduler
-
-from amp_wrapper import AmpOptimWrapper
 
 LEVELS = toy.LEVELS
 # 4 epochs of 2 iterations
@@ -266,68 +258,3 @@ def test_several_optimizers_with_schedules_of_their_own(level: str, tmp_path: Pa
     )
     case['train_dataloader']['dataset'] = dict(type='ForeignData')
     compare(tmp_path, case, [1, 4])
-
-
-# -- torch's schedulers, over the optimizer of a wrapper in a script --------------------------------------------------
-
-
-TORCH: dict[str, Callable[[Any], Any]] = {
-    'ChainedScheduler': lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
-    ),
-    'CosineAnnealingWarmRestarts': lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
-    'CyclicLR': lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=True),
-    # below 0 at the end, as linear decays are that last too long
-    'LambdaLR': lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 - step / 5),
-    'OneCycleLR': lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=10),
-    'ReduceLROnPlateau': lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, min_lr=1e-4),
-    'SWALR': lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=2),
-    'SequentialLR': lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.CosineAnnealingLR(o, 4)], [2]
-    ),
-}
-
-
-class Script:
-    """A wrapper without a runner, and torch's scheduler."""
-
-    def __init__(self, level: str, kind: str) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        groups = [dict(params=self.model[0].parameters(), lr=0.05), dict(params=self.model[1:].parameters())]
-        adam = kind in ('OneCycleLR', 'SWALR')
-        optimizer = torch.optim.AdamW(groups, lr=0.1) if adam else torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        self.wrapper = AmpOptimWrapper(opt_level=level, loss_scale=64.0, optimizer=optimizer)
-        self.schedule = TORCH[kind](optimizer)
-        self.wrapper.initialize_count_status(self.model, 0, 10)
-
-    def train(self, steps: Iterable[int]) -> list[Any]:
-        """The rates after each step."""
-        rates = []
-        for step in steps:
-            batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
-            with self.wrapper.optim_context(self.model):
-                loss = self.model(batch).float().square().mean()
-            self.wrapper.update_params(loss)
-            plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
-            self.schedule.step(*([1.0] if plateau else []))
-            rates.append([dict(group, params=None) for group in self.wrapper.optimizer.param_groups])
-        return rates
-
-
-def test_torchs_schedulers_in_scripts() -> None:
-    wrong = []
-    for (index, kind), point in itertools.product(enumerate(TORCH), (0, 3)):
-        whole, part = (Script(('O2', 'O4')[index % 2], kind) for _ in range(2))
-        whole.train(range(point))
-        file = io.BytesIO()
-        torch.save((whole.model.state_dict(), whole.wrapper.state_dict()), file)
-        model, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        part.model.load_state_dict(model)
-        part.wrapper.load_state_dict(state)
-        # what a scheduler saves is its own affair; what it leaves in the groups is compared
-        part.schedule.load_state_dict(copy.deepcopy(whole.schedule.state_dict()))
-        rates = [each.train(range(point, 6)) for each in (whole, part)]
-        wrong += differences(*rates, kind)
-        wrong += differences(dict(whole.model.state_dict()), dict(part.model.state_dict()), kind)
-    assert wrong == []
