@@ -43,7 +43,8 @@ class OnlyLoad(Hook):
 
 @pytest.fixture(scope='module')
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    return toy.run(tmp_path_factory.mktemp('run'), dict(WRAPPER), train_cfg=dict(by_epoch=True, max_epochs=1), **SMALL)
+    """Of a run that has saved three times."""
+    return toy.run(tmp_path_factory.mktemp('run'), dict(WRAPPER), train_cfg=dict(by_epoch=True, max_epochs=3), **SMALL)
 
 
 def save(runner: Runner, folder: Path, number: Any) -> Path:
@@ -146,20 +147,10 @@ def test_content_that_cannot_be_read_back_is_warned_of_when_it_is_saved(tmp_path
 # -- the newest one ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope='module')
-def three_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work folder of a run that has saved three times."""
-    folder: Path = tmp_path_factory.mktemp('run') / 'work'
-    toy.run(folder, dict(WRAPPER), train_cfg=dict(by_epoch=True, max_epochs=3), **SMALL)
-    return folder
-
-
 def resumed(folder: Path) -> tuple[int, str]:
     """The epoch from which a run in a folder goes on, and what it says."""
-    case: dict[str, Any] = dict(
-        train_cfg=dict(by_epoch=True, max_epochs=9), custom_hooks=[dict(type='OnlyLoad')], resume=True, **SMALL
-    )
-    runner = Runner.from_cfg(toy.toy_config(folder, dict(WRAPPER), **case))
+    case: dict[str, Any] = dict(train_cfg=dict(by_epoch=True, max_epochs=9), custom_hooks=[dict(type='OnlyLoad')])
+    runner = Runner.from_cfg(toy.toy_config(folder, dict(WRAPPER), resume=True, **case, **SMALL))
     with toy.run_log() as lines, pytest.raises(toy.Stop):
         runner.train()
     return runner.epoch, '\n'.join(lines)
@@ -205,10 +196,10 @@ NEWEST: dict[str, tuple[Callable[[Path], Any], int, str]] = {
 
 
 @pytest.mark.parametrize('case', NEWEST)
-def test_newest_whole_checkpoint_is_resumed(case: str, three_epochs: Path, tmp_path: Path) -> None:
+def test_newest_whole_checkpoint_is_resumed(case: str, runner: Runner, tmp_path: Path) -> None:
     happened, epoch, words = NEWEST[case]
     folder = tmp_path / 'work'
-    shutil.copytree(three_epochs, folder)
+    shutil.copytree(runner.work_dir, folder)
     # as in a run that was not copied
     point(folder, str(folder / 'epoch_3.pth'))
     happened(folder)
@@ -217,12 +208,11 @@ def test_newest_whole_checkpoint_is_resumed(case: str, three_epochs: Path, tmp_p
     assert not (folder / 'mark').exists()
 
 
-def test_training_starts_anew_only_where_there_is_no_checkpoint(three_epochs: Path, tmp_path: Path) -> None:
+def test_training_starts_anew_only_where_there_is_no_checkpoint(runner: Runner, tmp_path: Path) -> None:
     epoch, said = resumed(tmp_path / 'new')
     assert epoch == 0 and 'nothing to resume from' in said
-    shutil.copytree(three_epochs, tmp_path / 'work')
+    shutil.copytree(runner.work_dir, tmp_path / 'work')
     for path in (tmp_path / 'work').glob('*.pth'):
         cut(path)
-    runner = Runner.from_cfg(toy.toy_config(tmp_path / 'work', dict(WRAPPER), resume=True, **SMALL))
     with pytest.raises(AmpCheckpointError, match=r'no checkpoint in .* is complete'):
-        runner.train()
+        resumed(tmp_path / 'work')

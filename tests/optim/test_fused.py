@@ -11,6 +11,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -80,6 +81,11 @@ EDITS: list[Edit] = [
     lambda o, p: o.param_groups[2].update(lr=0.2),
     # the state of one parameter is given to another
     lambda o, p: o.state.update({nn.Parameter(torch.zeros(1)): o.state.popitem()[1]} if o.state else {}),
+    # tensors, which schedulers fill; also one of another type, on the CPU wherever the parameters are
+    lambda o, p: o.param_groups[0].update(lr=torch.tensor(0.1, device=p[0].device)),
+    lambda o, p: o.param_groups[0]['lr'].fill_(0.05),
+    lambda o, p: o.param_groups[0].update(lr=torch.tensor(0.02, dtype=torch.float64)),
+    lambda o, p: o.param_groups[0].update(lr=0.01),
     # settings of the other kind are passed over
     lambda o, p: o.param_groups[2].update(momentum=0.5),
     lambda o, p: o.param_groups[2].update(momentum=0),
@@ -108,29 +114,12 @@ def test_late_gradients_and_edits_of_groups_and_state_count(device: torch.device
                 give(parameters, number)
                 for index in late:
                     parameters[index].grad = None
-                optimizer.step()
+                is_read = any(getattr(group['lr'], 'dtype', None) is torch.float64 for group in optimizer.param_groups)
+                with nullcontext() if is_read or optimizer is own else NoHostRead():
+                    optimizer.step()
             close(mine, theirs, message=f'{kwargs} {number}')
         for p, q in zip(mine, theirs):
             assert cls is FusedSGD or int(ours.state[p]['step']) == int(own.state[q]['step']) > 0
-
-
-@both
-def test_learning_rates_in_tensors_and_schedulers(device: torch.device) -> None:
-    """Without a host read; also where the tensor is of another type, and on the CPU wherever the parameters are."""
-    rates = (torch.tensor(0.1, device=device), torch.tensor(0.1, dtype=torch.float64), 0.1)
-    for cls, kwargs in KINDS.values():
-        lists, kinds = [weights(device) for _ in rates], (cls, cls, torchs(cls))
-        optimizers = [kind(p, **{**kwargs, 'lr': copy.deepcopy(rate)}) for kind, p, rate in zip(kinds, lists, rates)]
-        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
-        for seed in range(3):
-            with NoHostRead():
-                advance(optimizers[0], seeds=[seed])
-            advance(*optimizers[1:], seeds=[seed])
-            for scheduler in schedulers:
-                scheduler.step()
-        assert isinstance(optimizers[0].param_groups[0]['lr'], Tensor)
-        close(lists[0], lists[2])
-        close(lists[1], lists[2])
 
 
 def test_moments_of_16_bit_parameters(device: torch.device) -> None:
@@ -208,9 +197,6 @@ def test_flag_may_be_a_sum_over_devices(device: torch.device) -> None:
     optimizer.step()
     advance(FusedSGD(other, **MOMENTUM), seeds=[1])
     assert all(map(same_bits, mine, other))
-    optimizer.grad_scale = 'big'
-    with pytest.raises(AmpUsageError, match="grad_scale is 'big'"):
-        optimizer.step()
 
 
 # -- saving and loading -----------------------------------------------------------------------------------------------
@@ -242,8 +228,8 @@ def test_state_dicts_go_both_ways(device: torch.device) -> None:
 @both
 def test_state_dict_that_does_not_fit_is_refused_whole(device: torch.device) -> None:
     mine = weights(device)
-    optimizer, sgd, adagrad = FusedAdam(mine), FusedSGD(mine, **MOMENTUM), torch.optim.Adagrad(mine)
-    advance(optimizer, sgd, adagrad, seeds=range(2))
+    optimizer, sgd = FusedAdam(mine), FusedSGD(mine, **MOMENTUM)
+    advance(optimizer, sgd, seeds=range(2))
     saved = optimizer.state_dict()
 
     def edited(**changes: Any) -> dict[str, Any]:
@@ -254,11 +240,8 @@ def test_state_dict_that_does_not_fit_is_refused_whole(device: torch.device) -> 
 
     cases: list[Any] = [
         (optimizer, edited(exp_avg=torch.zeros(3)), r"state\[1\]\['exp_avg'\] .*shape"),
-        (optimizer, edited(exp_avg=5), 'no tensor'),
         (optimizer, edited(exp_avg_sq=None), r"state\[1\] .*'exp_avg_sq'"),
         (optimizer, edited(step=torch.zeros(2)), "'step'.*shape"),
-        (optimizer, edited(step='two'), "'step'.*number"),
-        (optimizer, {**adagrad.state_dict(), 'param_groups': saved['param_groups']}, "'exp_avg'"),
         (optimizer, sgd.state_dict(), r"param_groups\[0\] .*'betas'"),
         (sgd, saved, "'momentum'"),
     ]
