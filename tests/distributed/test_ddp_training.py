@@ -19,14 +19,12 @@ from nets import (
     differs,
     dyadic,
     fp32,
-    gather,
     optim_wrapper,
     same_on_all_ranks,
     wrapped,
 )
 from on_ranks import Here, on_ranks
 from pairs import pairs
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 
 from amp_wrapper import amp
@@ -141,35 +139,6 @@ def test_two_ranks_are_one_process_on_the_joint_batch(here: Here, level: str, co
     rounding = {'O0': 2.0**-24, 'O1': 2.0**-11, 'O2': 2.0**-11, 'O3': 2.0**-11}.get(level, 2.0**-8)
     for name, value in found[0][0].items():
         torch.testing.assert_close(value, found[1][0][name], rtol=0, atol=max(40 * rounding, 1e-5), msg=name)
-
-
-@pairs(level=('O0', 'O2', 'O5'), counts=(1, 3, 16), wide=(False, True))
-@on_ranks()
-def test_accumulated_gradients_are_within_the_documented_bound(here: Here, level: str, counts: int, wide: bool) -> None:
-    """Against float64: each addition and average rounds once; FP32 sums round once, and DDP's average twice more."""
-    half = HALF.get(level, torch.float32)
-    net = nn.Linear(64, 1, bias=False)
-    nn.init.zeros_(net.weight)
-    model = wrapped(here, net)
-    wrapper = optim_wrapper(
-        model.parameters(),
-        level,
-        lambda parameters, **_: torch.optim.SGD(parameters, lr=1.0),
-        accumulative_counts=counts,
-        accumulate_in_fp32=wide,
-    )
-    wrapper.initialize_count_status(model, 0, counts)
-    parts = [batch(here, number, rows=1, width=64).to(half) for number in range(counts)]
-    for part in parts:
-        with wrapper.optim_context(model):
-            loss = model(part.float()).sum() * counts
-        wrapper.update_params(loss)
-    gradient = -net.state_dict()['weight'].double()
-    ranks = [torch.stack(gather(here, part)).double() for part in parts]
-    exact, size = (sum(each.mean(0) for each in values) for values in (ranks, [each.abs() for each in ranks]))
-    unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[half]
-    roundings = 3 if wide and level in HALF else counts + 2
-    assert bool(((gradient - exact).abs() <= roundings * unit * size + 2.0**-20 * size).all())
 
 
 @pairs(kind=('local hook', 'no_sync', 'ignored'), level=('O1', 'O2', 'O5'), optimizer=OPTIMIZERS)

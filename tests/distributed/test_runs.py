@@ -19,7 +19,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import Runner
 from nets import dyadic, mesh_of, same_on_all_ranks, whole
 from on_ranks import Group, Here, on_ranks
 from pairs import pairs
@@ -221,32 +221,6 @@ def test_configs_that_cannot_shard_end_before_the_training(here: Here) -> None:
         with pytest.raises(AmpConfigError, match=text):
             toy.run(here.folder / 'run', **config)
     assert not list((here.folder / 'run').glob('*.pth'))
-
-
-@pairs(level=('O0', 'O2'))
-@on_ranks()
-def test_strategies_of_flexible_runners_train_alike(here: Here, level: str) -> None:
-    """The file of ``FullyShardStrategy`` has the weights of ``DDPStrategy``."""
-    if here.device.type == 'cpu':
-        # mmengine sets a CUDA device when it starts processes
-        torch.cuda.set_device = lambda device: None
-    wrapping = config_of(here, 'ddp', level)['model_wrapper_cfg']
-    found = []
-    for name, strategy in (
-        ('ddp', dict(type='DDPStrategy', model_wrapper=wrapping)),
-        ('sharded', dict(type='amp_wrapper.FullyShardStrategy', blocks='Linear')),
-    ):
-        optimizer = dict(type='SGD', lr=0.1, momentum=0.9)
-        config = toy.toy_config(here.folder / name, dict(type='AmpOptimWrapper', opt_level=level, optimizer=optimizer))
-        config.update(strategy=strategy, launcher='pytorch', randomness=dict(seed=0), env_cfg={})
-        config.default_hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1))
-        runner = FlexibleRunner.from_cfg(config)
-        runner.train()
-        dist.barrier()
-        same_on_all_ranks(here, whole(list(runner.model.parameters())), 'weights')
-        state = toy.checkpoint(here.folder / name)['state_dict']
-        found.append({name.removeprefix('module.'): value for name, value in state.items()})
-    assert differences(*found) == []
 
 
 @MODELS.register_module(force=True)
