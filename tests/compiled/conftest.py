@@ -1,4 +1,4 @@
-"""Nothing stays compiled after a test, and nothing stays open."""
+"""Nothing stays compiled after a test, nothing stays open, and torch's classes are as they were."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from compiling import fresh
 
 @pytest.fixture(autouse=True)
 def counters() -> Iterator[dict[str, Any]]:
-    with fresh() as found:
-        yield found
-    assert torch._C._len_torch_function_stack() == 0
+    methods = set(vars(torch.Tensor))
+    yield fresh()
+    fresh()
+    assert torch._C._len_torch_function_stack() == 0 and set(vars(torch.Tensor)) == methods
     # what is left open would keep casts of weights from test to test
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()

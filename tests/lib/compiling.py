@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,21 +17,17 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 HALF = dict(O0=F32, O1=F16, O2=F16, O3=F16, O4=BF16, O5=BF16)
 #: Levels whose casts of ops are a table's.
 BY_OP = ('O1', 'O4')
-AOT = functools.partial(torch.compile, backend='aot_eager')
-WHOLE = functools.partial(AOT, fullgraph=True)
+WHOLE = functools.partial(torch.compile, backend='aot_eager', fullgraph=True)
 #: Where it matters what is traced, and not what becomes of it.
 TRACED = functools.partial(torch.compile, backend='eager')
 TRACED_WHOLE = functools.partial(TRACED, fullgraph=True)
 
 
-@contextmanager
-def fresh() -> Iterator[dict[str, Any]]:
-    """Nothing is compiled before, and nothing stays compiled. Gives the counters of torch."""
-    counters = torch._dynamo.utils.counters
+def fresh() -> dict[str, Any]:
+    """Forgets all that was compiled. Gives the counters of torch, which begin anew."""
     torch.compiler.reset()
-    counters.clear()
-    yield counters
-    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
 
 
 def initialized(model: nn.Module, level: str, **options: Any) -> torch.optim.Optimizer:
