@@ -240,6 +240,7 @@ def test_state_dict_that_does_not_fit_is_refused_whole(device: torch.device) -> 
 
     cases: list[Any] = [
         (optimizer, edited(exp_avg=torch.zeros(3)), r"state\[1\]\['exp_avg'\] .*shape"),
+        (optimizer, edited(exp_avg=5), 'no tensor'),
         (optimizer, edited(exp_avg_sq=None), r"state\[1\] .*'exp_avg_sq'"),
         (optimizer, edited(step=torch.zeros(2)), "'step'.*shape"),
         (optimizer, sgd.state_dict(), r"param_groups\[0\] .*'betas'"),
@@ -250,8 +251,9 @@ def test_state_dict_that_does_not_fit_is_refused_whole(device: torch.device) -> 
         with pytest.raises(AmpCheckpointError, match=words):
             target.load_state_dict(wrong)
         assert same(snapshot(mine, target), before) and target.param_groups[0] == group
-    # a count that is a number, as old files have it
-    optimizer.load_state_dict(edited(step=7))
+    # a count that is a number, as old files have it; what others have added is kept
+    optimizer.load_state_dict(edited(step=7, note=torch.ones(2)))
+    assert torch.equal(optimizer.state[mine[1]]['note'], torch.ones(2))
     optimizer.step()
     assert [int(optimizer.state[p]['step']) for p in mine] == [3, 8, 3]
 
