@@ -83,15 +83,6 @@ LOSSES: dict[str, Call] = {
     'soft_margin_loss': lambda x, y: F.soft_margin_loss(x, signs(x)),
     'triplet_margin_loss': lambda x, y: F.triplet_margin_loss(x, y, x * 2),
     'triplet_margin_with_distance_loss': lambda x, y: F.triplet_margin_with_distance_loss(x, y, x * 2),
-    'torch.binary_cross_entropy_with_logits': lambda x, y: torch.binary_cross_entropy_with_logits(x, y, reduction=1),
-    'torch.cosine_embedding_loss': lambda x, y: torch.cosine_embedding_loss(x, y, signs(x)[0], reduction=1),
-    'torch.ctc_loss': lambda x, y: torch.ctc_loss(
-        x[:, None], ALL_ROWS[None, 1:3], torch.tensor([4]), torch.tensor([2])
-    ),
-    'torch.hinge_embedding_loss': lambda x, y: torch.hinge_embedding_loss(x, signs(x), reduction=1),
     'torch.kl_div': lambda x, y: torch.kl_div(x, y, reduction=1),
-    'torch.margin_ranking_loss': lambda x, y: torch.margin_ranking_loss(x, y, signs(x), reduction=1),
-    'torch.poisson_nll_loss': lambda x, y: torch.poisson_nll_loss(x, y, True, False, 1e-8, 1),
-    'torch.triplet_margin_loss': lambda x, y: torch.triplet_margin_loss(x, y, x * 2, reduction=1),
     'torch.nll_loss_nd': lambda x, y: torch._C._nn.nll_loss_nd(x, ALL_ROWS),
 }
