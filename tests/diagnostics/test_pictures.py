@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -96,17 +95,6 @@ def test_nonfinite_losses_have_marks_and_leave_gaps(tmp_path: Path) -> None:
     assert [at for at, value in points if math.isnan(value)] == [2, 4]
     assert [[at for at, _ in marks] for marks in lines(axes, marks=True)] == [[2, 4]]
     assert 'NaN' in title(axes) and len(plot_runs([log], panels=['scale']).axes) == 1
-
-
-def test_several_runs_differ_without_colours(tmp_path: Path) -> None:
-    files = [write(tmp_path / name / 'scalars.json', training()) for name in ('a', 'b', 'c')]
-    figure = plot_runs(files)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ['a', 'b', 'c']
-    drawn = [line for line in figure.axes[0].lines if line.get_linestyle() != 'None']
-    assert len({line.get_color() for line in drawn}) == 3
-    figure.savefig(file := io.StringIO(), format='svg')
-    assert len(set(re.findall('stroke-dasharray: [^;]*', file.getvalue()))) >= 2
 
 
 def test_members_and_losses_have_lines_of_their_own(tmp_path: Path) -> None:
