@@ -26,17 +26,9 @@ class Point(NamedTuple):
     y: Any = None
 
 
-class Words(dict):
-    """A dict with an attribute of its own."""
-
-    note = 'class'
-
-
 @dataclasses.dataclass
 class Box:
     content: Any
-    #: Not every object has it.
-    late: Any = dataclasses.field(init=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,22 +55,22 @@ def noted(value: Any) -> Any:
 leaves = st.one_of(
     st.sampled_from([*FLOATS, *OTHERS]).map(lambda dtype: torch.ones(2, dtype=dtype)),
     st.sampled_from([None, True, 2, 1.5, 1j, 'text', b'bytes', range(3), slice(1), torch.Size([2]), Box]),
+    # tuples of torch, and what is no container
+    st.builds(lambda: torch.max(torch.eye(2), dim=0)),
     st.builds(lambda: np.ones(2, np.float32)),
-    st.builds(lambda: {1, 2}),
     st.builds(lambda: SimpleNamespace(tensor=torch.ones(1))),
-    st.builds(lambda: iter([torch.ones(1)])),
 )
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     lists = st.lists(inner, max_size=3)
     dicts = st.dictionaries(st.sampled_from(['a', 'b', 'c']), inner, max_size=3)
-    makers = [dict, collections.OrderedDict, lambda items: collections.defaultdict(list, items), Words]
+    makers = [dict, collections.OrderedDict, lambda items: collections.defaultdict(list, items)]
+    makers.append(lambda items: noted(type('Words', (dict,), {})(items)))
     return st.one_of(
         *(lists.map(make) for make in (list, tuple, type('Row', (list,), {}))),
         *(dicts.map(make) for make in makers),
-        dicts.map(Words).map(noted),
-        *(inner.map(make) for make in (Point, Box, Frozen, Output)),
+        *(inner.map(make) for make in (Point, Frozen, Output)),
         inner.map(Box).map(noted),
     )
 
@@ -90,7 +82,7 @@ def children(value: Any) -> list[Any] | None:
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return None
 
 
@@ -147,13 +139,10 @@ def test_any_nesting(models: dict[torch.dtype, Any], value: Any, by_name: bool) 
     assert snapshot(value) == before
 
 
-def test_containers_of_torch_and_gradients(models: dict[torch.dtype, Any]) -> None:
+def test_packed_sequences_and_gradients(models: dict[torch.dtype, Any]) -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)], enforce_sorted=False)
     parameter = nn.Parameter(torch.ones(3))
     for half, model in models.items():
-        for value in (torch.max(torch.eye(2), dim=0), torch.linalg.qr(torch.eye(2)), torch.topk(torch.eye(2), 1)):
-            model(value)
-            check(value, model.got[0], half)
         out = model(packed)
         (got,) = model.got
         assert type(got) is type(out) is PackedSequence
