@@ -113,7 +113,6 @@ def _wrap(impl: wrapping.CheckpointImpl, **options: Any) -> Callable[[Net], None
 CHANGES: dict[str, Callable[[Net], None]] = {
     'wrapper': _wrap(wrapping.CheckpointImpl.NO_REENTRANT),
     'wrapper, reentrant': _wrap(wrapping.CheckpointImpl.REENTRANT),
-    'wrapper, selective': _wrap(wrapping.CheckpointImpl.NO_REENTRANT, context_fn=selective),
     'mmengine': lambda model: turn_on_activation_checkpointing(model, [f'blocks.{i}' for i in range(3)]),
 }
 
