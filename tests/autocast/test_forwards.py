@@ -17,7 +17,7 @@ from forwards import CAST, DOORS, HALF, LEVELS, PER_OP, Inside, prepared
 from pairs import pairs
 from torch import Tensor, nn
 
-from amp_wrapper import AmpAttachError, AmpUsageError, amp
+from amp_wrapper import AmpAttachError, amp
 
 F32 = torch.float32
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -149,10 +149,6 @@ def test_disable_casts_in_a_forward() -> None:
 
 
 def test_casts_for_everything_are_of_their_thread_and_end_in_any_order() -> None:
-    def stop() -> None:
-        with pytest.raises(AmpUsageError):
-            handles[0]._deactivate()
-
     on, off = (F32, F32, torch.float16), (torch.float16, torch.float16, F32)
     with torch.autocast('cpu', torch.bfloat16):
         # the list of torch for the CPU has no sums
@@ -162,7 +158,6 @@ def test_casts_for_everything_are_of_their_thread_and_end_in_any_order() -> None
             with amp.disable_casts():
                 handles = [amp.init(), amp.init()]
             assert types() == on and on_another_thread(types) == off
-            on_another_thread(stop)
             handles[first]._deactivate()
             assert types() == on
             with amp.disable_casts():

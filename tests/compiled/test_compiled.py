@@ -143,14 +143,8 @@ def story(level: str, way: str, device: torch.device) -> SimpleNamespace:
     return left
 
 
-_SHORT = [
-    ('O0', 'before'),
-    ('O1', 'after'),
-    ('O2', 'function'),
-    ('O4', 'function'),
-    ('O5', 'parts'),
-    ('O5', 'in place'),
-]
+_SHORT = [('O0', 'before'), ('O1', 'after'), ('O2', 'function'), ('O4', 'function')]
+_SHORT += [('O5', 'parts'), ('O5', 'in place')]
 _LONG = [(level, way) for level in HALF for way in WAYS if (level, way) not in _SHORT]
 STORIES = pytest.mark.parametrize(
     ('level', 'way'), [*_SHORT, *[pytest.param(*each, marks=pytest.mark.long) for each in _LONG]]
