@@ -24,6 +24,7 @@ import pairs
 import pytest
 import torch
 import torch._dynamo
+from hypothesis import Phase, settings
 from missing import SkipsWhatLacksAPackage, missing
 from op_lists import ops_from
 
@@ -31,6 +32,10 @@ from amp_wrapper import torch_internals
 from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.patching import graphs_are_gone, patches
 from amp_wrapper.engine import host_read
+
+
+# for planted faults: that there is an example is enough
+settings.register_profile('any-example', phases=[Phase.explicit, Phase.generate])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

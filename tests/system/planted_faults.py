@@ -127,7 +127,11 @@ def call(tree: Path, command: list[str], reference: bool = False) -> subprocess.
 
 def run_tests(tree: Path, arguments: list[str], reference: bool = False) -> tuple[str, str]:
     """Run tests: 'red', 'green' or 'broken', and what pytest says in a line."""
-    done = call(tree, ['-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', *arguments], reference)
+    done = call(
+        tree,
+        ['-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', '--hypothesis-profile=any-example', *arguments],
+        reference,
+    )
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     failed = [line for line in lines if line.startswith(('FAILED', 'ERROR'))]
     said = (failed or lines or done.stderr.splitlines() or ['nothing'])[-1]
