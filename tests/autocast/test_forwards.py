@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -166,6 +167,31 @@ def test_casts_for_everything_are_of_their_thread_and_end_in_any_order() -> None
         late = amp.init()
     late._deactivate()
     assert not torch.is_autocast_enabled('cpu') and types() == off
+
+
+borrowed: Any = None
+
+
+@pytest.mark.xfail(strict=True, reason='casting')
+def test_name_that_is_bound_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where a name holds a function of the registry later."""
+    model = initialized(Inside(lambda x: borrowed and borrowed(x)), 'O5')
+    model(X.repeat(2, 1))
+    monkeypatch.setattr(sys.modules[__name__], 'borrowed', torch.linalg.inv)
+    with torch.no_grad():
+        model.layer.weight.copy_(torch.eye(4))
+    model(torch.eye(4))
+    assert model.seen.dtype is torch.bfloat16
+
+
+HELD = {'loss': F.cross_entropy}
+
+
+@pytest.mark.xfail(strict=True, reason='casting')
+def test_function_can_be_pickled_in_a_forward() -> None:
+    model = initialized(Inside(lambda x: pickle.dumps(HELD)), 'O4')
+    model(X)
+    assert pickle.loads(model.seen) == HELD
 
 
 @pytest.mark.xfail(strict=True, reason='casting')
