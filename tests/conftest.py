@@ -33,7 +33,6 @@ from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.patching import graphs_are_gone, patches
 from amp_wrapper.engine import host_read
 
-
 # for planted faults: that there is an example is enough
 settings.register_profile('any-example', phases=[Phase.explicit, Phase.generate])
 

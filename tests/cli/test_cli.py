@@ -340,18 +340,6 @@ def test_interrupts_defects_and_what_is_not_installed(
         main(['train', 'none.py'])
 
 
-def test_reader_of_the_output_may_go(tmp_path: Path) -> None:
-    for index in range(50):
-        (tmp_path / f'{index}.py').write_text('from apex import amp\n' + f'# {index}\n' * 200)
-    command = [sys.executable, '-m', 'amp_wrapper', 'migrate', str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == ''
-    assert process.returncode == 141
-
-
 # -- building ---------------------------------------------------------------------------------------------------------
 
 

@@ -362,15 +362,3 @@ def test_schedulers_hooks_profiles_and_closures_are_those_of_torch(device: torch
     scheduler.step()
     assert calls == [3] and optimizer.param_groups[0]['lr'] == pytest.approx(0.075)
     assert 'Optimizer.step#FusedAdamW.step' in {event.key for event in profile.key_averages()}
-
-
-@pytest.mark.long
-def test_torch_compile_takes_the_same_steps(device: torch.device) -> None:
-    mine, other = weights(device), weights(device)
-    compiled, plain = FusedSGD(mine, **MOMENTUM), FusedSGD(other, **MOMENTUM)
-    call = torch.compile(lambda: compiled.step(), backend='eager')
-    for seed in range(3):
-        give(mine, seed)
-        call()
-        advance(plain, seeds=[seed])
-    assert all(map(same_bits, mine, other))

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import importlib
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
 
 from amp_wrapper import compiler_internals, graph_internals, torch_internals
 
@@ -51,23 +47,6 @@ def test_backward_pass_is_known_to_a_dispatch_mode() -> None:
     assert seen[0] == (-1, None, False) and seen[-1] == (-1, None, True)
     (task,) = {task for task, name, _ in seen if name == 'ExpBackward0'}
     assert task >= 0
-
-
-def test_transforms_and_subclasses_are_recognised() -> None:
-    seen: list[bool] = []
-
-    def square(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_internals.in_function_transform())
-        return x * x
-
-    square(torch.ones(2))
-    torch.func.vmap(square)(torch.ones(2))
-    torch.jit.trace(square, torch.ones(2), check_trace=False)
-    assert seen == [False, True, True]
-    x = torch.ones(2, 2)
-    assert [torch_internals.internal_overlap(y) for y in (x, x.t(), x[:1].expand(2, 2))] == [0, 0, 1]
-    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    assert [torch_internals.is_traceable_wrapper_subclass(y) for y in (jagged, nn.Parameter(x))] == [True, False]
 
 
 def test_kernels_at_the_key_of_no_device_run_where_a_thread_lets_them() -> None:
@@ -149,30 +128,6 @@ def test_clipping_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             writes.clear()
 
 
-def test_hooks_of_optimizers_are_found_and_schedulers_are_told_of_steps() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    optimizer.register_step_pre_hook(print)
-    optimizer.register_step_post_hook(repr)
-    hooks = (torch_internals.step_pre_hooks(optimizer), torch_internals.step_post_hooks(optimizer))
-    assert [list((found or {}).values()) for found in hooks] == [[print], [repr]]
-    handle = register_optimizer_step_pre_hook(print)
-    assert print in torch_internals.global_pre_hooks.values() and isinstance(torch_internals.global_post_hooks, dict)
-    handle.remove()
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    torch_internals.note_step(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        scheduler.step()
-
-
-def test_workers_are_started_anew() -> None:
-    loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=True)
-    first = iter(loader)
-    assert iter(loader) is first
-    torch_internals.forget_workers(loader)
-    assert iter(loader) is not first
-
-
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
@@ -201,26 +156,6 @@ def test_functions_are_kept_out_of_graphs_or_are_constants_in_them() -> None:
     whole = torch.compile(lambda x: eager_form(x) if constant() else x, backend='eager', fullgraph=True)
     assert [whole(x).item() for _ in range(2)] == [11, 11] and seen[1:] == ['constant'] and eager_form(x).item() == 2
     assert compiler_internals.forget_graphs() and compiler_internals.compile_counts().recompilations == 0
-
-
-def test_function_modes_are_pushed_eagerly_and_in_a_graph() -> None:
-    class Doubles(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            return result * 2 if func is torch.sin else result
-
-    mode, x = Doubles(), torch.ones(2)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        compiler_internals.push_function_mode(mode)
-        y = torch.sin(x)
-        compiler_internals.pop_function_mode()
-        return y
-
-    for call in (run, torch.compile(run, backend='aot_eager', fullgraph=True)):
-        assert torch.equal(call(x), 2 * torch.sin(x)) and compiler_internals.function_modes() == 0
-    with torch.device('cpu'):
-        assert compiler_internals.is_default_device(compiler_internals.function_mode_at(0))
 
 
 def test_compiled_modules_and_problems_are_recognised() -> None:
