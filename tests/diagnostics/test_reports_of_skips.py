@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import json
 import math
@@ -138,15 +139,6 @@ def test_page_and_json_have_the_diagnosis_and_load_nothing(tmp_path: Path) -> No
     assert not [word for word in ('http', 'src=', 'url(') if word in page]
 
 
-def test_names_of_samples_are_few_and_short() -> None:
-    model = nn.Sequential(Fault(lambda batch: batch['x']), nn.Linear(4, 2))
-    batch = {'indices': torch.arange(100_000), 'token': torch.randn(10), 'image_id': [7, 'a'], 'path': ['y'] * 999}
-    (found,) = examine(model, 'O2', [{'x': nan_input(batches(1)[0]), **batch}])
-    assert found.samples['image_id'] == ['7', 'a'] and not found.samples.get('token')
-    assert all(10 < len(found.samples[name]) < 999 for name in ('indices', 'path'))
-    assert found.samples['indices'][:3] == ['0', '1', '2']
-
-
 # -- the training itself ---------------------------------------------------------------------------------------------
 
 
@@ -195,51 +187,33 @@ class Layer(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias).relu()
 
 
-def compiled(way: str, graphs: list[Any]) -> nn.Module:
-    """A model that is compiled in one of several ways; each graph is noted."""
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model(x))
+
+
+def test_copies_of_compiled_models_run_as_they_were_written() -> None:
+    """Nothing is compiled for them, their results say so, and the model goes on with the graphs that it has."""
+    graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
-    words: Any = dict(backend=backend)
-    model: Any = nn.Sequential(Layer(4, 32), Layer(32, 32), Layer(32, 2))
-    if way == 'wrapper':
-        return torch.compile(model, **words)
-    if way == 'forward':
-        model.forward = torch.compile(model.forward, **words)
-    if way == 'wrapper of a part':
-        model[1] = torch.compile(model[1], **words)
-    for module in model if way == 'parts' else []:
-        module.compile(**words)
-    return model
-
-
-def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-    return square(model(x))
-
-
-@pytest.mark.parametrize('way', ['wrapper', 'forward', 'wrapper of a part', 'parts', 'not at all'])
-def test_copies_of_compiled_models_run_as_they_were_written(way: str) -> None:
-    """Nothing is compiled for them, their results say so, and the model goes on with the graphs that it has."""
-    graphs: list[Any] = []
-    model = compiled(way, graphs)
-    x = torch.randn(6, 4)
-    wanted = loss_fn(model, x).detach()
-    made = len(graphs)
-    is_compiled = way != 'not at all'
-    assert bool(made) == is_compiled
-    words: Any = dict(levels=['O0', 'O5'], steps=4, progress=False)
-    suggested = amp.suggest_level(model, loss_fn, batches(4), **words)
-    report = amp.report(model, x, loss_fn=loss_fn, opt_level='O2')
-    assert report.data['compiled'] == is_compiled
-    assert ['without torch.compile' in str(each) for each in (suggested, report)] == [is_compiled] * 2
-    assert len(graphs) == made
-    assert torch.equal(loss_fn(model, x).detach(), wanted)
-    assert len(graphs) == made
-    # it is what was compiled that runs: another type of input needs another graph
-    loss_fn(model.double(), x.double())
-    assert (len(graphs) > made) == is_compiled
+    plain: Any = nn.Sequential(Layer(4, 32), Layer(32, 32), Layer(32, 2))
+    parts = copy.deepcopy(plain)
+    for module in parts:
+        module.compile(backend=backend)
+    for model in (plain, torch.compile(copy.deepcopy(plain), backend=backend), parts):
+        x, before = torch.randn(6, 4), len(graphs)
+        wanted = loss_fn(model, x).detach()
+        made = len(graphs)
+        is_compiled = model is not plain
+        assert (made > before) == is_compiled
+        suggested = amp.suggest_level(model, loss_fn, batches(4), levels=['O0', 'O5'], steps=4, progress=False)
+        report = amp.report(model, x, loss_fn=loss_fn, opt_level='O2')
+        assert report.data['compiled'] == is_compiled
+        assert ['without torch.compile' in str(each) for each in (suggested, report)] == [is_compiled] * 2
+        assert len(graphs) == made and torch.equal(loss_fn(model, x).detach(), wanted) and len(graphs) == made
 
 
 def test_level_that_a_model_cannot_have() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mmengine.model import MMDistributedDataParallel, MMSeparateDistributedDataParallel
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
 from nets import (
     HALF,
@@ -99,22 +99,6 @@ def test_a_subclass_of_ddp_keeps_what_it_has(here: Here) -> None:
         same_on_all_ranks(here, fp32(model).values(), f'{number}')
     assert (model.extra, model.calls, float(model.seen), model.static_graph) == (extra, 3, 3, True)
     assert (model.training, model.module.training) == (False, True)
-
-
-@on_ranks()
-def test_a_detached_model_is_averaged_in_fp32(here: Here) -> None:
-    net = Layers()
-    model = wrapped(here, net)
-    wrapper = optim_wrapper(net.parameters(), 'O2')
-    step(wrapper, model, batch(here, 0))
-    wrapper.detach()
-    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
-    plain = OptimWrapper(wrapper.optimizer)
-    with plain.optim_context(model):
-        loss = model(batch(here, 1))
-    plain.backward(loss)
-    same_on_all_ranks(here, grads(net), 'gradients')
-    assert differs(here, [loss])
 
 
 @on_ranks()

@@ -321,34 +321,6 @@ def test_ranks_begin_with_the_values_of_the_first(here: Here, two: bool) -> None
     assert all(map(torch.equal, whole(list(net.state_dict().values())), expected))
 
 
-class Mixed(nn.Module):
-    """A layer, and a parameter of another type."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad='int' not in str(dtype))
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.own.abs().to(x.dtype)).square().mean()
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason='this torch does not shard integers')
-@pairs(dtype=('float64', 'complex64', 'int64', 'int8'), level=('O0', 'O4', 'O5'))
-@on_ranks()
-def test_parameters_of_other_types_are_sharded_apart(here: Here, dtype: str, level: str) -> None:
-    net = Mixed(getattr(torch, dtype)).to(here.device)
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    training = Door(here, net, optimizer, level, mesh=mesh_of(here))
-    before = whole(dict(net.state_dict()))
-    training.backward(batch(here, 0))
-    training.step()
-    after = whole(dict(net.state_dict()))
-    assert after['own'].dtype is getattr(torch, dtype)
-    assert not torch.equal(after['layer.weight'], before['layer.weight'])
-    same_on_all_ranks(here, after.values(), dtype)
-
-
 @pairs(level=('O0', 'O2', 'O5'))
 @on_ranks()
 def test_a_sharded_average_equals_that_of_ddp(here: Here, level: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -208,47 +206,11 @@ def test_gradients_of_weights_that_join_the_optimizer_later_carry_no_scale(level
 
 # -- clearing --------------------------------------------------------------------------------------------------------------
 
-#: Which of three heads gets a gradient; None for a step that clears to None before it.
-CHOSEN: tuple[int | None, ...] = (0, 1, 0, 1, None, 0, 0, 1, 0)
-OPTIMIZERS: dict[str, Make] = {
-    'SGD': lambda p: SGD(p, lr=0.125, momentum=0.5, weight_decay=0.25),
-    'AdamW': lambda p: AdamW(p, lr=0.125, weight_decay=0.25),
-    'FusedSGD': lambda p: FusedSGD(p, lr=0.125, momentum=0.5, weight_decay=0.25),
-    'FusedAdamW': lambda p: FusedAdamW(p, lr=0.125, weight_decay=0.25),
-}
 WAYS: dict[str, dict[str, Any]] = {
-    'optimizer': dict(door='amp'),
-    'model': dict(door='amp'),
     'wrapper': {},
     'FP32 sums': dict(accumulate_in_fp32=True),
     'two losses': dict(num_losses=2),
 }
-
-
-def heads() -> nn.ModuleList:
-    torch.manual_seed(0)
-    made = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.mul_(64).round_().div_(64)
-    return made
-
-
-@pairs(level=('O0', 'O1', 'O2', 'O5'), name=OPTIMIZERS, way=WAYS)
-def test_gradients_that_were_cleared_to_zeros_are_stepped(level: str, name: str, way: str) -> None:
-    """``set_to_none=False``: momentum and weight decay act on what got a gradient before, as in FP32."""
-    model, plain = heads(), heads()
-    run = Training(level, make=OPTIMIZERS[name], model=model, loss_scale=8.0, **WAYS[way])
-    by_hand, x = OPTIMIZERS[name](plain.parameters()), torch.ones(1, 2)
-    for index in CHOSEN:
-        clear: Any = model if way == 'model' else run.wrapper or run.optimizer
-        clear.zero_grad(set_to_none=index is None)
-        by_hand.zero_grad(set_to_none=index is None)
-        run.backward(run.forward(x, call=model[index or 0]).float().sum())
-        plain[index or 0](x).sum().backward()
-        run.step()
-        by_hand.step()
-        assert same(dict(model.state_dict()), dict(plain.state_dict())), index
 
 
 @pairs(to_none=(True, False), way=('wrapper', 'FP32 sums', 'two losses'), level=('O1', 'O2', 'O5'))
@@ -417,22 +379,6 @@ def test_weights_whose_masters_have_the_gradient_have_none(level: str) -> None:
 
 
 # -- clipping --------------------------------------------------------------------------------------------------------------
-
-
-def test_clipping_settings_are_checked() -> None:
-    bad: list[tuple[Any, str]] = [
-        ({}, 'max_norm'),
-        (1.0, 'clip_grad=1.0'),
-        ({'type': 'nrom', 'max_norm': 1}, "'nrom' must be 'norm' or 'value'"),
-        ({'max_norm': -1}, "clip_grad['max_norm']=-1"),
-        ({'max_norm': math.nan}, "clip_grad['max_norm']=nan"),
-        ({'max_norm': True}, "clip_grad['max_norm']=True"),
-        ({'type': 'value', 'max_norm': 1}, "lacks 'clip_value'"),
-        ({'type': 'value', 'clip_value': -0.1}, "clip_grad['clip_value']=-0.1"),
-    ]
-    for clip, words in bad:
-        with pytest.raises(AmpConfigError, match=re.escape(words)):
-            Training('O2', clip_grad=clip)
 
 
 @pytest.mark.xfail(strict=True, reason='engine')

@@ -192,30 +192,6 @@ def test_steps_that_learn_of_a_skip_on_the_device_read_nothing(
     assert run.skipped() == bad and (differing(before, run.bits(buffers=True)) == []) == bad
 
 
-@pairs(level=MASTERED, name=('FusedAdamW', 'FusedSGD of torch', 'SGD', 'Adam'))
-def test_hooks_of_the_optimizer(level: str, name: str) -> None:
-    """Before a step they see unscaled FP32 gradients; what they write to masters after it reaches the weights."""
-    run = Training(level, make=ALL[name], loss_scale=8.0)
-    masters, seen = run.masters(), []
-
-    def after(*_: Any) -> None:
-        with torch.no_grad():
-            for master in masters:
-                master.clamp_(-0.0625, 0.0625)
-
-    run.optimizer.register_step_pre_hook(lambda *_: seen.append([m.grad.clone() for m in masters]))
-    run.optimizer.register_step_post_hook(after)
-    for index in range(2):
-        run.passes(index)
-        wanted = [p.grad.float() / 8 for p in run.model.parameters()]
-        run.step()
-        assert same(seen[index], wanted)
-        run.clear()
-    run.forward(batch(0)[0])
-    for weight, master in zip(run.model.parameters(), masters):
-        assert master.abs().max() <= 0.0625 and torch.equal(weight, master.to(weight.dtype))
-
-
 # -- skipped steps ---------------------------------------------------------------------------------------------------------
 
 

@@ -46,32 +46,24 @@ def same_bits(left: Tensor, right: Tensor, any_nan: bool = False) -> bool:
     return torch.equal(bits(left, any_nan), bits(right, any_nan))
 
 
-def differences(
-    left: Any, right: Any, path: str = '', *, strict: bool = False, ordered: bool = False, any_nan: bool = False
-) -> list[str]:
+def differences(left: Any, right: Any, path: str = '', *, ordered: bool = False, any_nan: bool = False) -> list[str]:
     """Where two nested structures differ, a line for each place; tensors, arrays and floats by their bits.
 
     Args:
-        left: Dicts, sequences, dataclasses and plain objects are gone through.
+        left: Dicts, sequences, dataclasses and plain objects are gone through. A tuple may be a list, and a parameter a tensor.
         right: What it is held against.
         path: The place of both, for the lines.
-        strict: Also the exact types of containers and tensors, the order of names in dicts, and the strides of tensors
-            and whether they take gradients. Otherwise a tuple may be a list, and a parameter a tensor.
         ordered: Also the order of keys in dicts, where their types may differ.
         any_nan: One NaN is as good as another.
     """
 
     def inner(a: Any, b: Any, more: str) -> list[str]:
-        return differences(a, b, path + more, strict=strict, ordered=ordered, any_nan=any_nan)
+        return differences(a, b, path + more, ordered=ordered, any_nan=any_nan)
 
-    if strict and type(left) is not type(right):
-        return [f'{path}: {type(left).__name__} against {type(right).__name__}']
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if strict and (left.requires_grad != right.requires_grad or _strides(left) != _strides(right)):
-            return [f'{path}: {_strides(left)} {left.requires_grad} against {_strides(right)} {right.requires_grad}']
         return [] if same_bits(left, right, any_nan) else [f'{path}: {_shown(left)} against {_shown(right)}']
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        if (strict and _names(left) != _names(right)) or (ordered and list(left) != list(right)):
+        if ordered and list(left) != list(right):
             return [f'{path}: keys {list(left)} against {list(right)}']
         apart = sorted(map(str, left.keys() ^ right.keys()))
         rows = [f'{path}: keys {apart} on one side'] if apart else []
@@ -100,25 +92,11 @@ def same(left: Any, right: Any, *, ordered: bool = False, any_nan: bool = False)
     return not differences(left, right, ordered=ordered, any_nan=any_nan)
 
 
-def identical(left: Any, right: Any) -> bool:
-    """Whether there is no difference at all: also in types, the order of names, strides and ``requires_grad``."""
-    return not differences(left, right, strict=True)
-
-
 def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     """The names that only one has, or whose values differ by a bit."""
     return sorted(
         (left.keys() ^ right.keys()) | {key for key in left.keys() & right.keys() if not same(left[key], right[key])}
     )
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
-
-
-def _names(mapping: Mapping[Any, Any]) -> list[Any]:
-    """Keys in their order; torch numbers the parameters in an optimizer's state in the order in which they got theirs."""
-    return list(mapping) if all(isinstance(key, str) for key in mapping) else []
 
 
 def _has_attributes_alone(value: Any) -> bool:

@@ -43,17 +43,3 @@ def test_digits_configs_train_at_their_level(name: str, tmp_path: Path) -> None:
     levels = [part.upper() for part in name.split('_') if part[0] == 'o' and part[1:].isdigit()]
     assert [wrapper.opt_level for wrapper in wrappers] == levels
     assert all(weight.isfinite().all() for weight in runner.model.parameters())
-
-
-def test_digits_configs_differ_by_their_level_alone() -> None:
-    configs = [Config.fromfile(CONFIGS / 'digits' / f'cnn_o{level}.py') for level in range(6)]
-    assert [cfg.optim_wrapper.pop('opt_level') for cfg in configs] == [f'O{level}' for level in range(6)]
-    assert len({cfg.pretty_text for cfg in configs}) == 1
-
-
-@pytest.mark.parametrize(('name', 'words'), [('cifar10', 'binary version'), ('imagenet', 'class folders')])
-def test_recipe_names_the_data_that_is_missing(name: str, words: str, tmp_path: Path) -> None:
-    cfg = Config.fromfile(CONFIGS / name / 'resnet50_o2.py')
-    cfg.train_dataloader.dataset.data_root = str(tmp_path / 'nowhere')
-    with pytest.raises(FileNotFoundError, match=words):
-        Runner.build_dataloader(cfg.train_dataloader)

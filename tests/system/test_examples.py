@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 import sys
@@ -68,16 +67,6 @@ def test_example_resumes_exactly(name: str, level: str, tmp_path: Path) -> None:
     models = [whole[part] for part in ('generator', 'discriminator', 'state_dict') if part in whole]
     assert {value.dtype for model in models for value in model.values()} == {torch.float32, torch.int64}
     assert all((scaler['loss_scale'] > 1) == resolve(level).loss_scale.dynamic for scaler in whole['amp'].values())
-
-
-@pytest.mark.parametrize('name', TRAINED)
-def test_example_at_O0_is_plain_training(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = TRAINED[name](tmp_path / 'ours', '--opt-level', 'O0')
-    plain = load(name).amp
-    monkeypatch.setattr(plain, 'initialize', lambda models, optimizers, **_: (models, optimizers))
-    monkeypatch.setattr(plain, 'scale_loss', lambda loss, *_, **__: contextlib.nullcontext(loss))
-    monkeypatch.setattr(plain, 'state_dict', lambda *_, **__: found['amp'])
-    assert differences(found, TRAINED[name](tmp_path / 'plain', '--opt-level', 'O0')) == []
 
 
 def test_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
