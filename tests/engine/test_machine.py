@@ -18,6 +18,8 @@ HITS = st.sampled_from([False, False, False, True])
 VALUES = st.sampled_from([math.inf, -math.inf, math.nan])
 #: What is written: no sum of the other numbers, so that no weight stands there before.
 WRITTEN = st.sampled_from([0.1875, 0.40625, -0.15625])
+#: Of a buffer, to which numbers are added that have few bits: 16-bit types hold the sums.
+LOADED = st.sampled_from([0.25, -0.5])
 
 
 class Training(RuleBasedStateMachine):
@@ -99,7 +101,7 @@ class Training(RuleBasedStateMachine):
             self.act('load_weight', part, value)
             self.written.pop(part, None)
 
-    @rule(part=PARTS, value=WRITTEN)
+    @rule(part=PARTS, value=LOADED)
     def load_buffer(self, part: int, value: float) -> None:
         self.act('write_buffer', part, value)
 
