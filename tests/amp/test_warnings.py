@@ -247,6 +247,20 @@ def test_optimizer_that_was_not_initialised_gets_scaled_gradients(level: str, lo
         assert 'SGD' in line and 'amp.initialize([], optimizer)' in line and 'amp.scale_loss(loss, [' in line
 
 
+@pytest.mark.parametrize('level', ['O1', 'O4'])
+def test_optimizer_that_was_not_initialised_steps_weights_of_the_model(level: str, log: list[str]) -> None:
+    for verbosity in (1, 0):
+        nets = [Part(), Part(2)]
+        own, other = sgd(nets[:1]), SGD(nets[1].trained, lr=0.25)
+        amp.initialize(nets, own, opt_level=level, loss_scale=8.0, verbosity=verbosity)
+        log.clear()
+        for _ in range(2):
+            backward(nets[0](data(0)) + nets[1](data(0)), own)
+            own.step()
+            other.step()
+        assert ['SGD, which was not initialised' in line for line in log] == [True] * verbosity
+
+
 # -- silence ------------------------------------------------------------------------------------------------------------
 
 

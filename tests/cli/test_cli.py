@@ -338,11 +338,3 @@ def test_interrupts_defects_and_what_is_not_installed(
     monkeypatch.setenv('AMP_WRAPPER_DEBUG', '1')
     with pytest.raises(AmpUsageError, match=r'none\.py'):
         main(['train', 'none.py'])
-
-
-# -- building ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.version.cuda is not None, reason='this torch has CUDA')
-def test_cuda_cannot_be_built_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 'CUDA' in error(capsys, 'build-ops', '--cuda', '--out', str(tmp_path))
