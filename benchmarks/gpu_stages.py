@@ -98,7 +98,8 @@ def files_of(stage: str) -> list[str]:
         path.relative_to(ROOT).as_posix()
         for path in sorted((ROOT / 'tests').rglob('test_*.py'))
         if not {'downstream', 'foreign_packages'} & set(path.parts)
-        and re.search(r'def \w+\([^)]*\bdevice\b', path.read_text(encoding='utf-8'))
+        # ranks get their device from a fixture
+        and re.search(r'def \w+\([^)]*\bdevice\b|from on_ranks import', path.read_text(encoding='utf-8'))
     ]
 
     def belongs(name: str, to: str) -> bool:

@@ -1,8 +1,7 @@
 """Bytes of FSDP2 at the opt levels, counted: ``python -m benchmarks.sharding [--write]``.
 
 A transformer of 10^6 to 10^9 parameters is sharded on the meta device over a mesh whose other ranks do not exist; what a rank
-holds and sends is counted from the groups that result. Nothing is computed, and no time is measured. A test compares the same
-count with what two real processes hold and hand to their collectives (``tests/distributed/scenarios/fsdp.py``).
+holds and sends is counted from the groups that result. Nothing is computed, and no time is measured.
 """
 
 from __future__ import annotations

@@ -318,6 +318,8 @@ def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         'suggest-level c.py --levels O7',
         'plot log --panels los',
         'build-ops --jobs=0',
+        'migrate',
+        'migrate none.py',
     ],
 )
 def test_wrong_words_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -300,6 +300,8 @@ def gather(here: Here, tensor: Tensor) -> list[Tensor]:
 
 def same_on_all_ranks(here: Here, tensors: Iterable[Tensor | None], what: str) -> None:
     """Bit for bit."""
+    tensors = list(tensors)
+    assert tensors, f'{what}: there is nothing to compare'
     for index, tensor in enumerate(tensors):
         if tensor is not None:
             parts = gather(here, tensor.detach().contiguous().view(-1).view(torch.uint8))

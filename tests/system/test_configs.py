@@ -1,4 +1,4 @@
-"""The configs of the repository are parsed, built and stepped."""
+"""The configs of the digits are parsed, built and stepped in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples train for a few steps at each level, O0 as plain FP32 does, and resume exactly."""
+"""The examples train for a few steps, and resume exactly."""
 
 from __future__ import annotations
 

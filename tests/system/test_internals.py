@@ -1,7 +1,7 @@
 """The private names of torch that the package uses, called on the torch that runs.
 
-The one file of tests that imports ``*_internals.py``: a new torch that lacks a name shows here first. The names of DDP and
-FSDP2 show in ``tests/distributed``.
+Beside ``conftest.py``, the one file of tests that imports ``*_internals.py``: a new torch that lacks a name shows here first.
+The names of DDP and FSDP2 show in ``tests/distributed``.
 """
 
 from __future__ import annotations

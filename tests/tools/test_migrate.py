@@ -33,11 +33,6 @@ PAIRS: dict[str, tuple[str, str, type | None]] = {
         "made = amp.state_dict()['loss_scaler0']['loss_scale']\n",
         float,
     ),
-    'names below amp': (
-        'from apex.amp import initialize, scale_loss as scaled\nmodel, made = initialize(model, optimizer)\n',
-        'from amp_wrapper.amp import initialize, scale_loss as scaled\nmodel, made = initialize(model, optimizer)\n',
-        torch.optim.SGD,
-    ),
     'what only looks like apex': (
         "apex = 'apex'\n# from apex import amp\nmade = [apex]\n",
         "apex = 'apex'\n# from apex import amp\nmade = [apex]\n",
@@ -129,14 +124,3 @@ def test_folders_are_searched_but_for_what_others_wrote(tmp_path: Path, capsys: 
     changed = {path for path in tmp_path.rglob('*') if path.is_file() and 'amp_wrapper' in path.read_text()}
     assert changed == {tmp_path / name for name in mine}
     assert (tmp_path / 'a.py').stat().st_mode & 0o777 == 0o750
-
-
-@pytest.mark.parametrize(('words', 'said'), [([], 'PATH'), (['none.py'], 'does not exist'), (['a.yaml'], 'end in .py')])
-def test_wrong_words_end_with_status_2(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path('a.yaml').write_text('apex: true\n')
-    with pytest.raises(SystemExit) as caught:
-        main(['migrate', *words])
-    assert caught.value.code == 2 and said in capsys.readouterr().err
