@@ -300,13 +300,12 @@ def gather(here: Here, tensor: Tensor) -> list[Tensor]:
 
 def same_on_all_ranks(here: Here, tensors: Iterable[Tensor | None], what: str) -> None:
     """Bit for bit."""
-    tensors = list(tensors)
+    tensors = [tensor for tensor in tensors if tensor is not None]
     assert tensors, f'{what}: there is nothing to compare'
     for index, tensor in enumerate(tensors):
-        if tensor is not None:
-            parts = gather(here, tensor.detach().contiguous().view(-1).view(torch.uint8))
-            for rank, other in enumerate(parts):
-                assert parts[here.rank].equal(other), f'{what}[{index}] differs between rank {here.rank} and {rank}'
+        parts = gather(here, tensor.detach().contiguous().view(-1).view(torch.uint8))
+        for rank, other in enumerate(parts):
+            assert parts[here.rank].equal(other), f'{what}[{index}] differs between rank {here.rank} and {rank}'
 
 
 def differs(here: Here, tensors: Sequence[Tensor]) -> bool:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import differences
-from nets import HALF, LEVELS, Block, Door, Net, batch, mesh_of, same_on_all_ranks, step, whole
+from mmengine.optim import OptimWrapperDict
+from nets import HALF, LEVELS, Block, Door, Net, batch, mesh_of, optim_wrapper, same_on_all_ranks, step, whole, wrapped
 from on_ranks import Here, on_ranks
 from pairs import pairs
 from torch import Tensor, nn
@@ -318,6 +319,29 @@ def test_ranks_begin_with_the_values_of_the_first(here: Here, two: bool) -> None
         torch.distributed.broadcast(tensor, 0)
     amp_wrapper.fully_shard(net, 'O5', mesh=mesh_of(here, 2, 1) if two else mesh_of(here))
     assert all(map(torch.equal, whole(list(net.state_dict().values())), expected))
+
+
+@on_ranks()
+def test_two_wrappers_step_parts_of_one_sharded_model(here: Here) -> None:
+    found = []
+    for sharded in (True, False):
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).to(here.device)
+        with torch.no_grad():
+            for index, parameter in enumerate(net.parameters()):
+                parameter.copy_(torch.linspace(-1 - index, 1, parameter.numel()).view_as(parameter))
+        if sharded:
+            amp_wrapper.fully_shard(net, 'O5', mesh=mesh_of(here))
+        model = net if sharded else wrapped(here, net)
+        wrappers = OptimWrapperDict(
+            **{name: optim_wrapper(net[i].parameters(), 'O5', FusedSGD) for i, name in enumerate('gd')}
+        )
+        wrappers.initialize_count_status(model, 0, 100)
+        for number in range(4):
+            step(wrappers['gd'[number % 2]], model, batch(here, number))
+            for wrapper in wrappers.values():
+                wrapper.zero_grad()
+        found.append(whole(dict(net.state_dict())))
+    assert differences(*found) == []
 
 
 @pairs(level=('O0', 'O2', 'O5'))

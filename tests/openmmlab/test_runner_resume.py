@@ -403,6 +403,17 @@ def test_weight_written_before_validation_survives_the_swap(level: str, tmp_path
     assert all(bool((value == 3.0).all()) for value in written.after)
 
 
+@pytest.mark.parametrize('level', ['O2', 'stock'])
+def test_run_without_an_average_is_resumed_with_one(level: str, tmp_path: Path) -> None:
+    """The average begins with the weights of the file, as in mmengine."""
+    config = copy.deepcopy(STOCK) if level == 'stock' else wrapper(level)
+    toy.run(tmp_path, config, **epochs(1))
+    weights = toy.checkpoint(tmp_path, 'epoch_1.pth')['state_dict']
+    runner = toy.run(tmp_path, config, custom_hooks=[dict(type='EMAHook', begin_epoch=1)], resume=True, **epochs(1))
+    average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.module
+    assert differences(dict(average.state_dict()), weights) == []
+
+
 def test_edit_that_no_step_has_seen_counts_in_the_average() -> None:
     model = nn.Linear(4, 4)
     AmpOptimWrapper(opt_level='O2', optimizer=SGD(model.parameters(), lr=0.1)).attach(model)

@@ -235,6 +235,20 @@ def test_weight_that_trains_later_is_clipped(level: str) -> None:
     assert 0 < (model.state_dict()['0.weight'] - before).norm() < 1.2e-2
 
 
+@pytest.mark.parametrize('kind', [OptimWrapper, AmpOptimWrapper])
+def test_gradient_of_a_frozen_weight_has_no_part_in_the_norm(kind: Any) -> None:
+    """As with mmengine's own wrapper: one that was left there, of a weight that stands still now."""
+    model = nn.Linear(2, 1)
+    words = dict(opt_level='O0') if kind is AmpOptimWrapper else {}
+    wrapper = kind(optimizer=SGD(model.parameters(), lr=1.0), clip_grad=dict(max_norm=1.0), **words)
+    model.bias.requires_grad_(False).grad = torch.tensor([100.0])
+    before = model.weight.detach().clone()
+    with wrapper.optim_context(model):
+        loss = model(torch.tensor([[0.75, 0.0]])).sum()
+    wrapper.update_params(loss)
+    assert torch.equal(before - model.weight, torch.tensor([[0.75, 0.0]]))
+
+
 # -- losses that contain masters ------------------------------------------------------------------------------------------
 
 BOTH, STEP = (0, 1), ('step',)
@@ -475,6 +489,9 @@ def test_validation_may_autocast(level: str, tmp_path: Path) -> None:
     train_cfg = dict(by_epoch=True, max_epochs=1, val_interval=1)
     runner = toy.run(tmp_path, wrapper, val_cfg=dict(fp16=True), val_evaluator=score, train_cfg=train_cfg)
     assert runner.message_hub.get_scalar('val/toy/score').current() < 0
+    weights = {'O2': torch.float16, 'O5': torch.bfloat16}.get(level, torch.float32)
+    # a weight, one of BatchNorm, and what a linear layer gave under the autocast of CPUs
+    assert runner.model.seen == [weights, torch.float32, torch.bfloat16]
 
 
 class Predictor(nn.Module):
