@@ -146,11 +146,12 @@ def _nothing_global_is_left() -> Iterator[None]:
     """Whatever a test does, and however it ends: no region is open afterwards, for the next test or for anybody else.
 
     What torch.compile keeps is dropped: a compiler that fails in the middle of a region leaves its code behind, too.
-    pytest keeps the traceback of the last failure, and with it models and optimizers that later tests would find alive.
+    pytest keeps the traceback of the last failure, and with it models and optimizers that later tests would find alive;
+    for good, where the next file freezes them.
     """
+    yield
     for name in ('last_type', 'last_value', 'last_traceback', 'last_exc'):
         vars(sys).pop(name, None)
-    yield
     torch._dynamo.reset()
     graphs_are_gone()
     regions._has_compiled = False
