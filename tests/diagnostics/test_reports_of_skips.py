@@ -283,12 +283,8 @@ def check_ranges(found: dict[str, Any], values: Tensor) -> None:
     finite = values[values.isfinite() & (values != 0)].abs()
     powers = Counter(map(str, finite.log2().floor().int().tolist()))
     assert found['powers'] == powers and found['largest'] == float(finite.max() if len(finite) else 0.0)
-    counts = {
-        'elements': values.numel(),
-        'zeros': int((values == 0).sum()),
-        'nonfinite': int((~values.isfinite()).sum()),
-    }
-    assert {name: found[name] for name in counts} == counts
+    zeros, nonfinite = int((values == 0).sum()), int((~values.isfinite()).sum())
+    assert (found['elements'], found['zeros'], found['nonfinite']) == (values.numel(), zeros, nonfinite)
 
 
 def test_nothing_is_measured_in_fp32(device: torch.device, tmp_path: Path) -> None:

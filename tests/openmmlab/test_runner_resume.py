@@ -294,6 +294,13 @@ def test_files_of_a_stock_run_are_mmengines_own(tmp_path: Path) -> None:
     assert runner.iter == 21 and names_in(tmp_path) == ['epoch_3.pth']
 
 
+def test_stock_file_within_an_epoch_goes_on_from_where_it_stands(tmp_path: Path) -> None:
+    """mmengine counts a whole epoch from there, and the position is not taken for one of another number of processes."""
+    within = dict(type='CheckpointHook', interval=8, by_epoch=False, save_last=False)
+    toy.run(tmp_path, copy.deepcopy(STOCK), default_hooks=dict(checkpoint=within))
+    assert toy.run(tmp_path, wrapper('O2'), resume=True).iter == 15
+
+
 def test_published_file_is_whole(tmp_path: Path) -> None:
     toy.run(tmp_path, wrapper('O2'), **saving(published_keys=['meta', 'state_dict']))
     (path,) = tmp_path.glob('epoch_2-*.pth')
