@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 STAGES = ('ops', 'step', 'engine', 'end-to-end', 'sanitizer', 'ddp')
 #: The folders of tests of a stage; ``engine`` has all others that take a device.
-TESTS = {'ops': ('ops',), 'step': ('optim', 'engine', 'casting'), 'ddp': ('distributed',)}
+TESTS = {'ops': ('ops',), 'step': ('optim', 'engine'), 'ddp': ('distributed',)}
 SANITIZERS = ('memcheck', 'racecheck', 'initcheck', 'synccheck')
 #: What may be missing, and what to do about it.
 REMEDIES = {
@@ -98,16 +98,17 @@ def files_of(stage: str) -> list[str]:
         path.relative_to(ROOT).as_posix()
         for path in sorted((ROOT / 'tests').rglob('test_*.py'))
         if not {'downstream', 'foreign_packages'} & set(path.parts)
-        # ranks get their device from a fixture
-        and re.search(r'def \w+\([^)]*\bdevice\b|from on_ranks import', path.read_text(encoding='utf-8'))
+        # ranks get their device from a fixture, scripts of steps by default
+        and re.search(
+            r'def \w+\([^)]*\bdevice\b|from on_ranks|^/.*/(amp|engine)/', f'{path}\n{path.read_text(encoding="utf-8")}'
+        )
     ]
 
-    def belongs(name: str, to: str) -> bool:
-        return Path(name).parent.name in TESTS[to]
-
-    if stage in TESTS:
-        return [name for name in taking if belongs(name, stage)]
-    return [name for name in taking if not any(belongs(name, other) for other in TESTS)]
+    elsewhere = [folder for other, folders in TESTS.items() if other != stage for folder in folders]
+    here = TESTS.get(stage)
+    return [
+        name for name in taking if (folder := Path(name).parent.name) not in elsewhere and (not here or folder in here)
+    ]
 
 
 def _python(*words: str) -> tuple[str, ...]:

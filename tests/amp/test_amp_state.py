@@ -47,7 +47,7 @@ def initialised(level: str, kind: Any = SGD, **options: Any) -> tuple[Net, Optim
 
 
 def step(model: Net, optimizer: Optimizer, index: int, factor: float = 1.0) -> Tensor:
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(index))
+    x = torch.randn(8, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(index))
     torch.manual_seed(100 + index)
     optimizer.zero_grad()
     output = model(x)

@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def images(number: int) -> Tensor:
-    return torch.randn(4, 1, 5, 5, generator=torch.Generator().manual_seed(number))
+    return torch.randn(4, 1, 5, 5, generator=torch.Generator(torch.get_default_device()).manual_seed(number))
 
 
 def scripted(level: str, model: nn.Module | None = None) -> Training:

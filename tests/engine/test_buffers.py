@@ -110,7 +110,7 @@ class Everything(nn.Module):
 
 
 def batch(shape: tuple[int, ...] = (4, 3), bad: bool = False, seed: int = 0) -> Tensor:
-    x = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.25 + seed
+    x = torch.rand(shape, generator=torch.Generator(torch.get_default_device()).manual_seed(seed)) + 0.25 + seed
     if bad:
         x.view(-1)[0] = NAN
     return x

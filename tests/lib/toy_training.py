@@ -40,7 +40,7 @@ def momentum(parameters: Any) -> Optimizer:
 
 
 def batch(index: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 + index)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 + index)
     return torch.randn(8, 4, generator=generator), torch.randn(8, 16, generator=generator)
 
 
