@@ -40,8 +40,7 @@ TYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 def inspected(capsys: Capture, path: Path) -> dict[str, str]:
     """The rows of ``--inspect``."""
     assert main(['convert', str(path), '--inspect']) == 0
-    lines = capsys.readouterr().out.splitlines()
-    return dict(re.split(r'  +', line, maxsplit=1) for line in lines)  # type: ignore[misc]
+    return dict(re.split(r'  +', line, maxsplit=1) for line in capsys.readouterr().out.splitlines())  # type: ignore[misc]
 
 
 def error(capsys: Capture, *words: object) -> str:
@@ -81,14 +80,13 @@ def test_files_of_every_level_are_described(own_runs: Any, tmp_path: Path, capsy
         assert rows['kind'].startswith('own (') and rows['level'].startswith(level)
         moves = level in ('O1', 'O2')
         assert ("'init_scale': 1024.0" in rows['level']) == moves and ('no overrides' in rows['level']) != moves
-        expected = '2048 (dynamic), 2 clean steps of 4' if moves else '1 (static)'
-        assert rows['loss scale'].startswith(expected)
+        assert rows['loss scale'].startswith('2048 (dynamic), 2 clean steps of 4' if moves else '1 (static)')
         assert ('6 steps, 0 skipped' in rows['loss scale']) == (level != 'O0')
         assert ('float16' in rows['optimizer']) == (level == 'O3')
     file = read(own_runs['O2'][0])
-    file['state_dict']['stem.bias'] = torch.full((4,), float('nan'))
+    file['state_dict'] |= {'stem.bias': torch.full((4,), float('nan')), 'large': torch.zeros(750_000)}
     torch.save(file, tmp_path / 'file.pth')
-    assert inspected(capsys, tmp_path / 'file.pth')['non-finite'] == 'stem.bias'
+    assert (rows := inspected(capsys, tmp_path / 'file.pth'))['non-finite'] == 'stem.bias' and '3.0 MB' in rows['file']
 
 
 def test_open_accumulation_is_described(tmp_path: Path, capsys: Capture) -> None:

@@ -106,8 +106,13 @@ def test_members_and_losses_have_lines_of_their_own(tmp_path: Path) -> None:
     assert lines(figure.axes[0]) == [[(1, 1.0), (2, 2.0)], [(1, 3.0), (2, 4.0)]]
     assert lines(figure.axes[1]) == [[(1, 8.0), (2, 4.0)], [(1, 16.0), (2, 16.0)]]
     assert lines(figure.axes[1], marks=True) == [[(2, 4.0)]]
-    names = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert names == {'loss_real', 'loss_fake', 'g', 'd'}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {'loss_real', 'loss_fake', 'g', 'd'}
+
+
+def test_loss_that_falls_by_orders_of_magnitude_is_on_a_log_axis(tmp_path: Path) -> None:
+    for losses, axis in (([0.9, 0.9, 1e-5, 1e-5], 'log'), ([2.0, 1.0], 'linear'), ([1.0, 1.0, 0.0, 0.0], 'linear')):
+        log = write(tmp_path / 'a.json', [{'iter': at, 'loss': loss} for at, loss in enumerate(losses, 1)])
+        assert plot_runs([log]).axes[0].get_yscale() == axis
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
