@@ -119,7 +119,8 @@ def check(name: str, level: str, door: str) -> None:
     file = training.save()
     losses = training.train(*range(half, steps))
     saved, trained = training.model.state_dict(), [p for p in training.model.named_parameters() if p[1].requires_grad]
-    assert len(training.masters()) == len(trained)
+    # the optimizer may have frozen weights, too
+    assert len(training.masters()) >= len(trained)
     for key, weight in trained:
         # with peft, some are not in it
         if key in saved:
