@@ -236,8 +236,7 @@ def test_project_of_the_user_is_imported_also_in_workers(here: Path, capsys: pyt
         'Finished: epoch 1, iteration 2',
         f'Checkpoint: {Path("work_dirs/config/epoch_1.pth")}',
     ]
-    saved = toy.checkpoint('work_dirs/config', 'epoch_1.pth')
-    assert saved['optimizer']['loss_scaler']['scale'] == 8.0
+    assert toy.checkpoint('work_dirs/config', 'epoch_1.pth')['optimizer']['loss_scaler']['scale'] == 8.0
 
 
 @DATASETS.register_module()

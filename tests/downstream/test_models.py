@@ -381,8 +381,7 @@ def test_two_steps_are_those_of_fp32(name: str, level: str) -> None:
         return
     bounds = BOUNDS[TYPES[level]]
     assert trained.losses == pytest.approx(reference.losses, rel=0.08 if case.draws else bounds.loss)
-    distance = apart(trained, reference)
-    assert case.noise is None or distance <= bounds.way * case.noise
+    assert case.noise is None or apart(trained, reference) <= bounds.way * case.noise
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
     for key, parameter in model.named_parameters():

@@ -160,8 +160,7 @@ def test_skipped_step_restores_buffers_of_every_module(level: str, door: str, re
         run.backward(run.forward(*inputs(seed=1)))
         run.step()
         run.clear()
-        is_same = torch.equal(model.parts[0].scale, weight)
-        assert is_same == bad
+        assert torch.equal(model.parts[0].scale, weight) == bad
         if bad and restores:
             assert changed(before, model) == []
         moved |= {names[int(name.split('.')[1])] for name in changed(before, model)}
