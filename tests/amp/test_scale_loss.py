@@ -207,8 +207,7 @@ def test_zero_grad_of_another_optimizer_inside_the_block(level: str) -> None:
     optimizers = [sgd([net]) for net in nets]
     initialise(nets, optimizers, level, 4.0)
     backward(nets[1](data(0)), optimizers[1])
-    loss = nets[0](data(0)) + nets[1](data(1))
-    with amp.scale_loss(loss, optimizers[0]) as scaled:
+    with amp.scale_loss(nets[0](data(0)) + nets[1](data(1)), optimizers[0]) as scaled:
         optimizers[1].zero_grad()
         scaled.backward()
     assert gradients(optimizers[1]) == [data(1).expand(2, 2).tolist(), data(1)[0].tolist()]

@@ -74,9 +74,10 @@ def test_masters_are_the_unrounded_weights_with_their_state(level: str, door: st
 
 
 @pytest.mark.xfail(strict=True, reason='casting')
-@pytest.mark.parametrize('level', MASTERED)
-def test_load_into_a_weight_that_has_just_joined_the_optimizer_is_not_rounded(level: str) -> None:
+@pairs(level=MASTERED, frozen=[False, True])
+def test_load_into_a_weight_that_has_just_joined_the_optimizer_is_not_rounded(level: str, frozen: bool) -> None:
     run = trained(level, 'amp', lambda parameters: still(list(parameters)[1:]))
+    run.weight().requires_grad_(not frozen)
     run.optimizer.add_param_group({'params': [run.weight()]})
     load(run.model)
     run.train(0)

@@ -28,8 +28,7 @@ def snippets(text: str, language: str) -> list[tuple[int, str]]:
 
 def titled(text: str) -> dict[str, str]:
     """File name to code, of the fenced blocks that are files to be written: ``python title="config.py"``."""
-    blocks = re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
-    return dict(blocks)
+    return dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
 
 
 def run_code(code: str, namespace: dict[str, Any], where: str) -> None:
