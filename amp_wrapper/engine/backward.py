@@ -100,6 +100,8 @@ class BackwardPass:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # it holds this pass, and with it tensors that would wait for the garbage collector
+        self._rescaling = None
         if kind is not None:
             self._stack.__exit__(kind, error, trace)
             return

@@ -145,6 +145,7 @@ class Training(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, 'both'):
             self.look()
+            del self.ours, self.plain, self.both
 
 
 TestTraining = Training.TestCase

@@ -492,15 +492,15 @@ def functional_step(level: str, clips: bool) -> Callable[[int], None]:
     return step
 
 
-@pairs(level=['O1', 'O2', 'O5'], clips=[True, False])
-def test_steps_leave_no_tensor_to_the_garbage_collector(level: str, clips: bool) -> None:
+@pairs(level=['O1', 'O2', 'O5'], clips=[True, False], sessions=[1, 2])
+def test_steps_leave_no_tensor_to_the_garbage_collector(level: str, clips: bool, sessions: int) -> None:
     """One that waited for it would take memory meanwhile."""
-    step = functional_step(level, clips)
+    steps = [functional_step(level, clips) for _ in range(sessions)]
     for index in range(3):
-        step(index)
+        steps[0](index)
     with uncollected() as found:
         for index in range(3, 9):
-            step(index)
+            steps[0](index)
     assert [tuple(tensor.shape) for tensor in found] == []
 
 
