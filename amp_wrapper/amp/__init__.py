@@ -31,8 +31,8 @@ from ..diagnostics.precision_report import report
 from ..diagnostics.suggest_level import suggest_level
 from ..errors import AmpUsageError, short
 from ..policy import OPTIONS, OptLevel
-from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
-from ..policy.resolution import Fp32Names
+from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
+from ..policy.options import Fp32Names
 from . import arguments as amp_arguments
 from . import session as amp_session
 from .arguments import InitializeOptions

@@ -17,8 +17,8 @@ from ..casting import fp32_values
 from ..engine.host_read import mark_harmless
 from ..engine.pass_watch import is_scaled, note_scaled
 from ..errors import AmpAttachError, AmpUsageError
+from ..policy.levels import Policy
 from ..policy.nested import parameters_of
-from ..policy.policy import Policy
 from ..torch_internals import is_traceable_wrapper_subclass
 
 logger = logging.getLogger('amp_wrapper')

@@ -29,8 +29,8 @@ from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
 from ..errors import AmpAttachError, AmpUsageError, short
+from ..policy.levels import Policy
 from ..policy.nested import parameters_of
-from ..policy.policy import Policy
 from ..torch_internals import note_step
 from . import known_models, watches
 

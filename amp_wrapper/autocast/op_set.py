@@ -47,7 +47,7 @@ class OpSet:
 
     Args:
         extra: Functions beyond the registry, or their dotted names; checked by
-            :func:`amp_wrapper.policy.lookup.problems_of` before.
+            :func:`amp_wrapper.policy.lookup.problem_of` before.
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``ENTRY_METHODS`` open a region.
         marks: What else is active in its regions: see :func:`amp_wrapper.autocast.state.marks`. Of several models' marks, those
             of O1 and O4 count.

@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..autocast import state
 from ..errors import AmpUsageError
+from ..policy.levels import Policy, dtype_name
 from ..policy.nested import CASTABLE
-from ..policy.policy import Policy, dtype_name
 from ..torch_internals import wrap_apply
 from . import fp32_values
 from .cast_hooks import CastInputs

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .. import shards
 from ..errors import AmpAttachError, some
+from ..policy.levels import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
-from ..policy.policy import Policy, dtype_name
 
 logger = logging.getLogger('amp_wrapper')
 

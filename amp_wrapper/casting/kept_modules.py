@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 from ..compiler_internals import name_without_wrappers
 from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
+from ..policy.levels import Policy
 from ..policy.lookup import find, is_module_class
-from ..policy.policy import Policy
 from .modules import class_name, is_batchnorm, is_loss, is_table, module_device
 
 #: (qualified name, module) pairs.

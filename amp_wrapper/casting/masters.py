@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from .. import ops
 from ..errors import AmpUsageError, some
 from ..ops import attributes
+from ..policy.levels import dtype_name
 from ..policy.nested import HALF_TYPES, is_frozen_16bit, parameters_of
 from ..policy.options import is_number
-from ..policy.policy import dtype_name
 from ..torch_internals import in_function_transform, is_zero, replace_in_zero
 from . import fp32_values
 from .fp32_values import Master

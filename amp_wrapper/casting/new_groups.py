@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest
-from ..policy.policy import dtype_name
+from ..policy.levels import dtype_name
 from .modules import class_name
 
 #: Whether the level computes with a parameter in 16-bit; else its type.

@@ -14,8 +14,8 @@ from .. import torch_internals
 from ..autocast import op_set, patching, state
 from ..autocast.op_set import OpSet
 from ..errors import AmpAttachError
+from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
-from ..policy.policy import Policy
 from ..shards import is_sharded
 from . import attached_modules, given_weights, shard_groups
 from .cast_handle import CastHandle, cast_in_place

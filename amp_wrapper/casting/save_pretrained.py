@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..policy.policy import dtype_name
+from ..policy.levels import dtype_name
 from .find_hooks import has_hook
 from .state_dict_hooks import Fp32StateDict
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from .. import fsdp_internals
 from ..errors import AmpAttachError, some
+from ..policy.levels import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
-from ..policy.policy import Policy, dtype_name
 from ..shards import is_sharded
 from .modules import class_name
 

@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest
 from ..policy import PolicyOptions, resolve
+from ..policy.levels import OptLevel, Policy, parse_dtype, spellings
 from ..policy.options import plain
-from ..policy.policy import OptLevel, Policy, parse_dtype, spellings
 from ..shards import is_sharded
 from .cast_handle import cast_in_place
 from .modules import class_name

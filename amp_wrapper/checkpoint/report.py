@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ..policy.levels import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
-from ..policy.policy import Policy, dtype_name
 from .format import SavedAmp
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from ..casting.modules import module_device
 from ..errors import AmpConfigError, AmpUsageError, nearest
 from ..policy import OPTIONS, Policy, dtype_name
-from ..policy.loss_scale import LossScaleConfig
+from ..policy.levels import LossScaleConfig
 from .memory import MemoryCount, SavedBytes, count_memory
 from .module_record import ModuleRecorder
 from .recorder import outputs_of

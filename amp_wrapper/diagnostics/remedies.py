@@ -12,8 +12,7 @@ import torch
 
 from ..policy import Policy
 from ..policy.fp32_registry import CALLER, FLOAT32, Fp32Op
-from ..policy.loss_scale import LossScaleConfig
-from ..policy.policy import IN_BFLOAT16, LEVEL_TABLE
+from ..policy.levels import IN_BFLOAT16, LEVEL_TABLE, LossScaleConfig
 from .recorder import StepRecord
 from .replay import Replay, replay
 from .sandbox import Attach

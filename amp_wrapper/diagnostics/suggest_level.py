@@ -18,8 +18,7 @@ from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
 from ..optim import FusedAdamW
 from ..policy import LEVELS, OptLevel, Policy, resolve
-from ..policy.options import is_whole
-from ..policy.resolution import PolicyOptions
+from ..policy.options import PolicyOptions, is_whole
 from .level_phases import REFERENCE, LevelPhases
 from .level_study import Study
 from .level_trial import check_functions, check_options

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..policy import OptLevel, dtype_name
-from ..policy.policy import MEANINGS
+from ..policy.levels import MEANINGS
 from . import pages
 from .deviations import ModuleDeviation
 from .keep_fp32_search import KeepSearch

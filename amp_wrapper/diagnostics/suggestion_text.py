@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..policy.policy import LEVELS, MEANINGS
+from ..policy.levels import LEVELS, MEANINGS
 from .keep_fp32_search import KeepSearch
 from .level_study import Study, spread
 from .level_verdicts import MEMORY, SPEED, TIE, LevelFacts, difference, percent, times

@@ -14,7 +14,7 @@ from .. import ops
 from ..checkpoint.format import check_scaler_state
 from ..errors import AmpUsageError
 from ..policy import Policy
-from ..policy.loss_scale import LossScaleConfig
+from ..policy.levels import LossScaleConfig
 from ..policy.options import is_whole
 from .overflow import Overflow
 

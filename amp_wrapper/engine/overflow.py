@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..policy.policy import IN_BFLOAT16, Policy
+from ..policy.levels import IN_BFLOAT16, Policy
 
 logger = logging.getLogger('amp_wrapper')
 

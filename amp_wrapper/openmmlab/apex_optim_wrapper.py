@@ -9,7 +9,7 @@ import torch
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 
 from ..policy import OPTIONS, OptLevel
-from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
+from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
 from ..registry import OPTIM_WRAPPERS
 from .optim_wrapper import AmpOptimWrapper
 

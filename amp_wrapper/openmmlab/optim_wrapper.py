@@ -21,8 +21,8 @@ from ..engine import AmpEngine, held_optimizers
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
 from ..policy import OptLevel, Policy
-from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
-from ..policy.resolution import Fp32Names
+from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
+from ..policy.options import Fp32Names
 from ..registry import OPTIM_WRAPPERS
 from . import arguments, attaching, patches, wrapper_state
 from .device_log import DeviceLog

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from ..errors import AmpConfigError, nearest
 from ..policy import OptLevel, Policy, resolve
 from ..policy.options import is_count
-from ..policy.resolution import overrides_of
 from .wrappers import amp_wrappers
 
 #: What to do where a config cannot be tried.
@@ -149,7 +148,7 @@ def settings_of(wrapper: OptimWrapper) -> WrapperSettings:
     policy = next((each.policy for each in amp_wrappers(wrapper).values()), resolve('O0'))
     # mmengine divides each loss by it, and tells it in no other way
     counts = round(1 / float(wrapper.scale_loss(torch.ones(()))))
-    return WrapperSettings(policy.opt_level, overrides_of(policy), clip, counts)
+    return WrapperSettings(policy.opt_level, dict(policy.given), clip, counts)
 
 
 def settings_of_words(words: Mapping[str, Any]) -> WrapperSettings:
@@ -168,4 +167,4 @@ def settings_of_words(words: Mapping[str, Any]) -> WrapperSettings:
         level, given = 'O1', {name: words[name] for name in ('loss_scale', 'dtype') if name in words}
     policy = resolve(level, **given)
     counts = int(words.get('accumulative_counts', 1))
-    return WrapperSettings(policy.opt_level, overrides_of(policy), words.get('clip_grad'), counts)
+    return WrapperSettings(policy.opt_level, dict(policy.given), words.get('clip_grad'), counts)

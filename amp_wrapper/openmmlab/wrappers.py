@@ -10,7 +10,7 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from ..policy.policy import Policy
+from ..policy.levels import Policy
 
 
 def amp_wrappers(wrapper: Any) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..ops.checks import check_lists
+from ..policy.levels import parse_dtype, spellings
 from ..policy.nested import parameters_in
-from ..policy.policy import parse_dtype, spellings
 from ..shards import whole
 from .algorithm import Algorithm, HyperParameters, check_bucket, hyper_parameters
 from .gather import Buffers, Gatherer, count_of, misfit, moment_dtype, uncountable

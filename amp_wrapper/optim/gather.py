@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from .. import ops
 from ..errors import AmpUsageError
 from ..ops.attributes import fingerprints
+from ..policy.levels import dtype_name
 from ..policy.nested import HALF_TYPES, parameters_in
-from ..policy.policy import dtype_name
 from ..shards import differs, is_sharded
 from ..torch_internals import is_traceable_wrapper_subclass
 from .algorithm import Algorithm

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.util
 import sys
-from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+from ..errors import nearest
 
 
 def find(name: str, load: bool) -> Any:
@@ -55,7 +54,7 @@ def _module(name: str, load: bool) -> ModuleType | None:
     if module is None and load:
         try:
             module = importlib.import_module(name)
-        except Exception:  # a package may fail in any way; problems_of says which
+        except Exception:  # a package may fail in any way; problem_of says which
             return None
     return module
 
@@ -70,22 +69,15 @@ def is_module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def problems_of(names: Iterable[str]) -> list[str]:
-    """What is wrong with names from a configuration, one sentence each; imports the modules that they name."""
-    found = ((name, _problem_of(name)) for name in names)
-    return [f'fp32_ops={name!r} {problem}.' for name, problem in found if problem]
-
-
-def _problem_of(name: str) -> str:
+def problem_of(name: str) -> str:
+    """What is wrong with a name from a configuration, or ''; imports the modules that it names."""
     if '.' not in name.strip('.'):
         return "must be a dotted name, such as 'mmcv.ops.nms' or 'torch.nn.functional.softmax'"
     value = find(name, load=True)
     if value is None:
         return _why_missing(name)
     if isinstance(value, type) and not is_function_class(value) and not is_module_class(value):
-        methods = [key for key in vars(value) if callable(getattr(value, key)) and not key.startswith('_')]
-        example = f', such as {name}.{methods[0]!s}' if methods else ''
-        return f'is a class but no nn.Module and no autograd Function: name one of its methods{example}'
+        return 'is a class but no nn.Module and no autograd Function: name one of its methods'
     if value is nn.Module or value is torch.autograd.Function:
         return 'is the base of every class of its kind: name one of them'
     if not callable(value):
@@ -108,40 +100,23 @@ def can_be_replaced(parent: Any, attribute: str) -> bool:
 
 
 def _why_missing(name: str) -> str:
-    """Why a name was not found, with near misses where there are some."""
-    parts = name.split('.')
-    if not all(parts):
+    package, *parts = name.split('.')
+    if not all((package, *parts)):
         return 'has an empty part: write the name without double, leading or trailing dots'
-    if isinstance(_module(name, load=True), ModuleType):
-        return 'is a module: name a function or a class in it'
     try:
-        installed = parts[0] in sys.modules or importlib.util.find_spec(parts[0]) is not None
-    except ValueError:
-        installed = True
-    if not installed:
-        return f'does not exist: {parts[0]} is not installed'
-    for cut in range(len(parts) - 1, 0, -1):
-        prefix = '.'.join(parts[:cut])
-        parent: Any = _module(prefix, load=True) or find(prefix, load=True)
-        if parent is not None:
-            break
-    else:
-        return f'does not exist{_import_failure(parts[0])}'
-    missing = parts[cut]
-    failure = _import_failure(f'{prefix}.{missing}') if isinstance(parent, ModuleType) and cut < len(parts) - 1 else ''
-    if parts[0] == 'mmcv' and missing == 'ops':
-        remedy = 'this mmcv comes without its compiled ops (mmcv-lite). Install mmcv (full) in its place'
-        return f'does not exist{failure}: {remedy}'
-    close = difflib.get_close_matches(missing, dir(parent), n=3, cutoff=0.5)
-    hint = f' (did you mean {" or ".join(repr(f"{prefix}.{key}") for key in close)}?)' if close else ''
-    return f'does not exist{failure or hint}'
-
-
-def _import_failure(module: str) -> str:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        return '' if error.name == module else f': {error}'
-    except Exception as error:
-        return f': {module} cannot be imported ({type(error).__name__}: {error})'
-    return ''
+        found: Any = importlib.import_module(package)
+    except ModuleNotFoundError:
+        return f'does not exist: {package} is not installed'
+    except Exception as error:  # a package may fail in any way
+        return f'does not exist: {package} cannot be imported ({type(error).__name__}: {error})'
+    prefix = package
+    for part in parts:
+        inner = getattr(found, part, None) or _module(f'{prefix}.{part}', load=True)
+        if inner is None and f'{prefix}.{part}' == 'mmcv.ops':
+            return (
+                'does not exist: this mmcv comes without its compiled ops (mmcv-lite). Install mmcv (full) in its place'
+            )
+        if inner is None:
+            return f'does not exist{nearest(f"{prefix}.{part}", [f"{prefix}.{key}" for key in dir(found)])}'
+        found, prefix = inner, f'{prefix}.{part}'
+    return 'is a module: name a function or a class in it'

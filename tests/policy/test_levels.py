@@ -52,7 +52,7 @@ def problems(level: Any = 'O2', **options: Any) -> tuple[str, ...]:
 
 def changes(policy: Policy, base: Policy) -> dict[str, Any]:
     """The fields in which a policy differs from another."""
-    names = [field.name for field in dataclasses.fields(Policy)]
+    names = [field.name for field in dataclasses.fields(Policy) if field.compare]
     return {name: getattr(policy, name) for name in names if getattr(policy, name) != getattr(base, name)}
 
 
@@ -106,6 +106,8 @@ def test_options_change_their_field_alone() -> None:
             change = {} if getattr(base, name) == expected else {name: expected}
             if changes(found, base) != change or type(getattr(found, name)) is not type(expected):
                 wrong.append((level, name, value))
+            # a report takes what was given to another level
+            assert resolve(found.opt_level, **found.given) == found
     assert wrong == []
     for level in LEVELS:
         assert resolve(level, patch_torch_functions=level in PER_OP) == resolve(level)
@@ -120,12 +122,14 @@ def test_dtype_turns_levels() -> None:
     for word in TYPES[BF16]:
         for level, becomes in (('O1', 'O4'), ('O2', 'O5'), ('O4', 'O4'), ('O5', 'O5')):
             assert resolve(level, dtype=word) == resolve(becomes)
-        assert changes(resolve('O3', dtype=word), resolve('O3')) == {'cast_model_type': BF16}
+        assert changes(found := resolve('O3', dtype=word), resolve('O3')) == {'cast_model_type': BF16}
+        assert resolve('O3', **found.given) == found
     for level in ('O1', 'O2', 'O3'):
         assert resolve(level, dtype='float16') == resolve(level)
     for level in PER_OP:
         for word in ('float32', 'float64', F32, torch.float64):
-            assert changes(resolve(level, dtype=word), resolve(level)) == {'autocast_dtype': None}
+            assert changes(found := resolve(level, dtype=word), resolve(level)) == {'autocast_dtype': None}
+            assert resolve(level, **found.given) == found
     assert resolve('O0', dtype='float32') == resolve('O0')
     assert resolve('O2', dtype='bfloat16', cast_model_type='bf16') == resolve('O5')
 
@@ -190,12 +194,10 @@ def test_value_that_means_nothing_is_refused_at_each_level() -> None:
 
 def test_level_that_does_not_exist() -> None:
     meant = {'o2': 'O2', ' O4 ': 'O4', '05': 'O5', 1: 'O1', '1': 'O1'}
-    rows = [(value, {}, [f'opt_level={value!r}', 'O0: ', 'O5: ', f"Write '{meant[value]}'"]) for value in meant]
+    rows = [(value, {}, [f'opt_level={value!r}', 'O0: ', 'O5: ', f"did you mean '{meant[value]}'?"]) for value in meant]
     meaningless = ('O6', 'O', '', True, None, ['O1'], 1.0)
     rows += [(value, {}, [f'opt_level={value!r}', 'O0: ', 'O5: ']) for value in meaningless]
     assert unexplained(rows) == []
-    # and the level that was meant is checked, too
-    assert len(problems('o1', master_weights=True)) == 2
 
 
 def test_all_conflicts_come_in_one_error() -> None:
@@ -276,7 +278,6 @@ def test_bad_loss_scale() -> None:
     assert not problems(min_loss_scale=2.0**24) and not problems(loss_scale={'growth_interval': 2**31 - 1})
 
 
-@pytest.mark.xfail(strict=True, reason='policy')
 def test_scale_that_its_bounds_would_change_is_refused() -> None:
     assert problems('O2', loss_scale={'init_scale': 2.0**30})
     assert problems('O2', loss_scale={'init_scale': 1.0, 'min_scale': 4.0})
@@ -295,7 +296,7 @@ def test_record_is_plain_frozen_and_independent_of_what_was_given() -> None:
     given['loss_scale']['init_scale'] = 1.0
     assert policy.keep_fp32 == ('head.*', nn.LayerNorm) and policy.loss_scale.init_scale == 64.0
     plain = policy.to_dict()
-    assert set(plain) == {field.name for field in dataclasses.fields(Policy)}
+    assert set(plain) == {field.name for field in dataclasses.fields(Policy) if field.compare}
     assert plain['keep_fp32'] == ['head.*', 'LayerNorm'] and plain['keep_inputs'] == ['step']
     assert (plain['cast_model_type'], plain['cast_model_outputs']) == ('bfloat16', 'float16')
     assert plain['loss_scale'] == dataclasses.asdict(policy.loss_scale)
@@ -348,7 +349,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     ('torch.nn.functional', ['is a module']),
     ('torch.nn.Module', ['base of every class']),
     ('torch.Size.numel', ['built-in type', 'cannot be replaced']),
-    (f'{__name__}.Plain', ['no nn.Module and no autograd Function', f'{__name__}.Plain.decode']),
+    (f'{__name__}.Plain', ['no nn.Module and no autograd Function', 'one of its methods']),
     (f'{__name__}.Plain.value', ['cannot be called', 'int']),
     (lambda x: x, ['dotted name']),
     ({'output': 'float32'}, ['must be dict']),

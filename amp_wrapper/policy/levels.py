@@ -19,30 +19,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 
 from .fp32_registry import Fp32Op
-from .loss_scale import LossScaleConfig
 from .nested import HALF_TYPES
 
 OptLevel = Literal['O0', 'O1', 'O2', 'O3', 'O4', 'O5']
 """The names of the levels, for type checkers."""
 
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        name: dtype
-        for dtype, names in (
-            (torch.float16, 'float16 fp16 half'),
-            (torch.bfloat16, 'bfloat16 bf16'),
-            (torch.float32, 'float32 fp32 float single'),
-            (torch.float64, 'float64 fp64 double'),
-        )
-        for name in names.split()
-    }
-)
+_SPELLINGS: dict[torch.dtype, list[str]] = {
+    torch.float16: ['float16', 'fp16', 'half'],
+    torch.bfloat16: ['bfloat16', 'bf16'],
+    torch.float32: ['float32', 'fp32', 'float', 'single'],
+    torch.float64: ['float64', 'fp64', 'double'],
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,11 +48,10 @@ def parse_dtype(value: Any) -> torch.dtype | None:
     Args:
         value: A :class:`torch.dtype`, or a string such as 'float16', 'fp16', 'half' or 'torch.float16'.
     """
-    if isinstance(value, torch.dtype):
-        return value
     if isinstance(value, str):
-        return _DTYPES.get(value.strip().lower().removeprefix('torch.'))
-    return None
+        name = value.strip().lower().removeprefix('torch.')
+        return next((dtype for dtype, names in _SPELLINGS.items() if name in names), None)
+    return value if isinstance(value, torch.dtype) else None
 
 
 def spellings(*dtypes: torch.dtype) -> str:
@@ -70,10 +61,41 @@ def spellings(*dtypes: torch.dtype) -> str:
         *dtypes: float16, bfloat16, float32 or float64.
     """
     texts = []
-    for dtype in dtypes:
-        first, *others = (repr(name) for name, known in _DTYPES.items() if known is dtype)
-        texts.append(f'{first} ({", ".join(others)})')
-    return ' or '.join([', '.join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+    for first, *short in map(_SPELLINGS.__getitem__, dtypes):
+        texts.append(f'{first!r} ({", ".join(map(repr, short))})')
+    *others, last = texts
+    return f'{", ".join(others)} or {last}' if others else last
+
+
+#: apex's ceiling for dynamic loss scales.
+DEFAULT_MAX_LOSS_SCALE = 2.0**24
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleConfig:
+    """How one loss scale starts and changes. The rule itself is in :mod:`amp_wrapper.engine.loss_scale`.
+
+    Attributes:
+        dynamic: Whether the scale follows overflows; a static one keeps ``init_scale``.
+        init_scale: The first scale, within floor and ceiling where it is dynamic.
+        growth_factor: Above 1.
+        backoff_factor: Between 0 and 1.
+        growth_interval: Clean optimizer steps in a row before the scale grows.
+        min_scale: Floor, or None for the smallest normal float32.
+        max_scale: Ceiling, or None for the largest float32.
+        hysteresis: Overflows since the last clean step that it takes to lower the scale.
+        enabled: False for a scaler that does nothing (``GradScaler(enabled=False)``).
+    """
+
+    dynamic: bool = True
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float | None = DEFAULT_MAX_LOSS_SCALE
+    hysteresis: int = 1
+    enabled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +123,7 @@ class Policy:
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 during accumulation.
         from_16bit: Whether trainable weights may be 16-bit before they are cast; their FP32 values start as the rounded ones.
         restore_buffers_on_skip: Whether a skipped step restores buffers that its forward passes have changed.
+        given: The options that make it of its level, as they were given; without those that say what they say by default.
     """
 
     opt_level: OptLevel
@@ -122,6 +145,7 @@ class Policy:
     accumulate_in_fp32: bool = False
     from_16bit: bool = False
     restore_buffers_on_skip: bool = True
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def patch_torch_functions(self) -> bool:
@@ -145,10 +169,11 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
-        result = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name, value in result.items():
-            if isinstance(value, torch.dtype):
-                result[name] = dtype_name(value)
+        names = [field.name for field in dataclasses.fields(self) if field.compare]
+        values = {name: getattr(self, name) for name in names}
+        result = {
+            name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in values.items()
+        }
         result['loss_scale'] = dataclasses.asdict(self.loss_scale)
         result['keep_fp32'] = [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32]
         # files without it are as before
@@ -185,31 +210,24 @@ _F16, _BF16 = torch.float16, torch.bfloat16
 _SCALE_1 = LossScaleConfig(dynamic=False, init_scale=1.0)
 
 #: The levels as they are without overrides, by name.
-LEVEL_TABLE: Mapping[str, Policy] = MappingProxyType(
-    {
-        policy.opt_level: policy
-        for policy in (
-            Policy('O0', cast_model_type=torch.float32, loss_scale=_SCALE_1, skip_nonfinite=False),
-            Policy('O1', autocast_dtype=_F16),
-            Policy('O2', cast_model_type=_F16, keep_batchnorm_fp32=True, master_weights=True),
-            Policy('O3', cast_model_type=_F16, loss_scale=_SCALE_1),
-            Policy('O4', autocast_dtype=_BF16, loss_scale=_SCALE_1),
-            Policy('O5', cast_model_type=_BF16, keep_batchnorm_fp32=True, master_weights=True, loss_scale=_SCALE_1),
-        )
-    }
-)
+LEVEL_TABLE: dict[str, Policy] = {
+    'O0': Policy('O0', cast_model_type=torch.float32, loss_scale=_SCALE_1, skip_nonfinite=False),
+    'O1': Policy('O1', autocast_dtype=_F16),
+    'O2': Policy('O2', cast_model_type=_F16, keep_batchnorm_fp32=True, master_weights=True),
+    'O3': Policy('O3', cast_model_type=_F16, loss_scale=_SCALE_1),
+    'O4': Policy('O4', autocast_dtype=_BF16, loss_scale=_SCALE_1),
+    'O5': Policy('O5', cast_model_type=_BF16, keep_batchnorm_fp32=True, master_weights=True, loss_scale=_SCALE_1),
+}
 #: Their names.
 LEVELS: tuple[OptLevel, ...] = get_args(OptLevel)
 #: The bfloat16 level of a float16 level, where there is one.
-IN_BFLOAT16: Mapping[OptLevel, OptLevel] = MappingProxyType({'O1': 'O4', 'O2': 'O5'})
+IN_BFLOAT16: dict[OptLevel, OptLevel] = {'O1': 'O4', 'O2': 'O5'}
 #: What each level is, for messages.
-MEANINGS: Mapping[str, str] = MappingProxyType(
-    {
-        'O0': 'FP32 training',
-        'O1': 'per-op casts to float16',
-        'O2': 'float16 model with FP32 masters',
-        'O3': 'pure 16-bit',
-        'O4': 'per-op casts to bfloat16',
-        'O5': 'bfloat16 model with FP32 masters',
-    }
-)
+MEANINGS: dict[str, str] = {
+    'O0': 'FP32 training',
+    'O1': 'per-op casts to float16',
+    'O2': 'float16 model with FP32 masters',
+    'O3': 'pure 16-bit',
+    'O4': 'per-op casts to bfloat16',
+    'O5': 'bfloat16 model with FP32 masters',
+}
