@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exc
         lambda: (net := Part(), [sgd([net]), LBFGS(Part().parameters())]), {'opt_level': 'O2'}, AmpAttachError, 'LBFGS'),
     'a 16-bit model': (lambda: (Part().half(), None), {'opt_level': 'O1'}, AmpAttachError, 'fc.weight'),
     'a 16-bit model at O2': (lambda: (Part().half(), None), {'opt_level': 'O2'}, AmpAttachError, 'fc.weight'),
-    'a zero in place of the letter': (lambda: (Part(), None), {'opt_level': '01'}, AmpConfigError, 'letter O'),
+    'a zero in place of the letter': (lambda: (Part(), None), {'opt_level': '01'}, AmpConfigError, "did you mean 'O1'"),
     'a level as third argument': (lambda: (Part(), None), {'enabled': 'O2'}, AmpConfigError, "opt_level='O2'"),
     'models one by one': (
         lambda: (Part(), None), {'enabled': Part()}, AmpConfigError, r'enabled=Part.*several models go in a list'),

@@ -86,7 +86,7 @@ RULES = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rule=RULES,
+    rule=RULES.filter(lambda rule: (rule['min_scale'] or 0.0) <= rule['init_scale'] <= (rule['max_scale'] or math.inf)),
     make=st.sampled_from([SGD, FusedSGD]),
     overflows=st.lists(st.booleans(), max_size=20),
     saved_at=st.integers(0, 20),
