@@ -113,6 +113,8 @@ class Training(RuleBasedStateMachine):
     @rule(part=PARTS, on=st.booleans())
     def train(self, part: int, on: bool) -> None:
         """Freeze a weight, or let it train."""
+        # one that has just joined gets its master here
+        self.ours.masters()
         self.act('train', part, on)
 
     @precondition(lambda self: not self.may_step and self.plain.grouped == 1)
