@@ -291,7 +291,8 @@ def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractCon
     """
     if dtype is None or not state.has_autocast(device_type):
         return None
-    if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+    # torch says by default that a GPU without bfloat16 has it, which is emulated there
+    if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         raise AmpAttachError("this GPU has no bfloat16: write opt_level='O1' (float16) instead of 'O4'.")
     # before 2.11, copies of weights that were made without gradients served forwards that need them
     return torch.autocast(device_type, dtype=dtype, cache_enabled=None if VERSION >= (2, 11) else False)

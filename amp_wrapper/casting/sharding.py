@@ -250,16 +250,11 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         model: Not sharded; tensors on the meta device are left alone.
         mesh: Of all ranks that will hold a part of it.
     """
-    device = (
-        torch.device('cpu')
-        if mesh.device_type == 'cpu'
-        else torch.device(mesh.device_type, torch.cuda.current_device())
-    )
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
         if tensor.is_meta or mesh.size() == 1:
             continue
-        value = tensor.detach().to(device).contiguous()
+        value = tensor.detach().to(mesh.device_type).contiguous()
         for group in groups:
             torch.distributed.broadcast(value, torch.distributed.get_global_rank(group, 0), group=group)
         tensor.copy_(value)
