@@ -148,7 +148,7 @@ def settings_of(wrapper: OptimWrapper) -> WrapperSettings:
     policy = next((each.policy for each in amp_wrappers(wrapper).values()), resolve('O0'))
     # mmengine divides each loss by it, and tells it in no other way
     counts = round(1 / float(wrapper.scale_loss(torch.ones(()))))
-    return WrapperSettings(policy.opt_level, dict(policy.given), clip, counts)
+    return WrapperSettings(policy.opt_level, dict(policy.overrides), clip, counts)
 
 
 def settings_of_words(words: Mapping[str, Any]) -> WrapperSettings:
@@ -164,7 +164,9 @@ def settings_of_words(words: Mapping[str, Any]) -> WrapperSettings:
     level: OptLevel = 'O0'
     given: dict[str, Any] = {}
     if issubclass(kind, _STOCK_AMP):
+        # GradScaler has no ceiling
         level, given = 'O1', {name: words[name] for name in ('loss_scale', 'dtype') if name in words}
+        given['max_loss_scale'] = None
     policy = resolve(level, **given)
     counts = int(words.get('accumulative_counts', 1))
-    return WrapperSettings(policy.opt_level, dict(policy.given), words.get('clip_grad'), counts)
+    return WrapperSettings(policy.opt_level, dict(policy.overrides), words.get('clip_grad'), counts)

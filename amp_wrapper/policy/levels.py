@@ -123,7 +123,8 @@ class Policy:
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 during accumulation.
         from_16bit: Whether trainable weights may be 16-bit before they are cast; their FP32 values start as the rounded ones.
         restore_buffers_on_skip: Whether a skipped step restores buffers that its forward passes have changed.
-        given: The options that make it of its level, as they were given; without those that say what they say by default.
+        overrides: The options that were given and say something beside the level, in plain form:
+            ``resolve(opt_level, **overrides)`` makes this policy again.
     """
 
     opt_level: OptLevel
@@ -145,7 +146,7 @@ class Policy:
     accumulate_in_fp32: bool = False
     from_16bit: bool = False
     restore_buffers_on_skip: bool = True
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def patch_torch_functions(self) -> bool:

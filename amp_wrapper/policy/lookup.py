@@ -103,20 +103,27 @@ def _why_missing(name: str) -> str:
     package, *parts = name.split('.')
     if not all((package, *parts)):
         return 'has an empty part: write the name without double, leading or trailing dots'
-    try:
-        found: Any = importlib.import_module(package)
-    except ModuleNotFoundError:
-        return f'does not exist: {package} is not installed'
-    except Exception as error:  # a package may fail in any way
-        return f'does not exist: {package} cannot be imported ({type(error).__name__}: {error})'
+    found, failure = _import(package)
+    if found is None:
+        return f'does not exist{failure or f": {package} is not installed"}'
     prefix = package
     for part in parts:
-        inner = getattr(found, part, None) or _module(f'{prefix}.{part}', load=True)
-        if inner is None and f'{prefix}.{part}' == 'mmcv.ops':
-            return (
-                'does not exist: this mmcv comes without its compiled ops (mmcv-lite). Install mmcv (full) in its place'
-            )
+        inner, failure = getattr(found, part, None), ''
+        if inner is None and isinstance(found, ModuleType):
+            inner, failure = _import(f'{prefix}.{part}')
+        if inner is None and failure and f'{prefix}.{part}' == 'mmcv.ops':
+            failure += '. Without its compiled ops it is mmcv-lite: install mmcv (full) in its place'
         if inner is None:
-            return f'does not exist{nearest(f"{prefix}.{part}", [f"{prefix}.{key}" for key in dir(found)])}'
+            return f'does not exist{failure or nearest(part, [key for key in dir(found) if key[0] != "_"])}'
         found, prefix = inner, f'{prefix}.{part}'
     return 'is a module: name a function or a class in it'
+
+
+def _import(name: str) -> tuple[Any, str]:
+    """A module, or None and why it cannot be imported; '' where there is none of that name."""
+    try:
+        return importlib.import_module(name), ''
+    except ModuleNotFoundError as error:
+        return None, '' if error.name == name else f': {error}'
+    except Exception as error:  # a package may fail in any way
+        return None, f': {name} cannot be imported ({type(error).__name__}: {error})'

@@ -158,27 +158,28 @@ class SharedOptions(TypedDict, total=False):
     """The options that every integration takes, beside the level.
 
     Attributes:
-        enabled: False makes everything a no-op; the rest is still checked.
-        cast_model_type: float32, float16, bfloat16, or False for no cast at all.
-        patch_torch_functions: Whether :class:`torch.autocast` runs (O1, O4).
-        keep_batchnorm_fp32: True, False, 'True' or 'False'.
-        loss_scale: 'dynamic', a positive finite number (also as a string), a dict in ``GradScaler``'s words
-            (``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, and ours:
-            ``min_scale``, ``max_scale``, ``hysteresis``), or None for the level's own.
-        cast_model_outputs: The dtype of the model's floating outputs.
-        keep_fp32: Module classes, class names, or glob patterns over qualified names that stay FP32.
-        fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of
-            :data:`amp_wrapper.policy.fp32_registry.FP32_OPS`: dotted names, or the objects themselves. Results return to the
-            caller's dtype, unless a dict says otherwise: ``dict(name='torch.Tensor.sum', output='float32')``.
-        keep_inputs: Names of arguments of ``forward``, of the model or of a module below it, whose floating tensors are not
-            cast: time steps, coordinates, positions.
-        num_losses: Number of losses with a scale of their own.
-        verbosity: 0, 1 or 2.
-        min_loss_scale: Floor of a dynamic scale.
-        max_loss_scale: Ceiling of a dynamic scale; None for none.
-        from_16bit: Whether trainable weights that are 16-bit already are taken.
-        restore_buffers_on_skip: Whether a skipped step restores buffers (BatchNorm's statistics, counters) that its forward
-            passes have changed.
+        enabled (bool): False makes everything a no-op; the rest is still checked.
+        cast_model_type (str | torch.dtype | bool | None): float32, float16, bfloat16, or False for no cast at all.
+        patch_torch_functions (bool | None): Whether :class:`torch.autocast` runs (O1, O4).
+        keep_batchnorm_fp32 (bool | str | None): True, False, 'True' or 'False'.
+        loss_scale (float | str | Mapping[str, Any] | None): 'dynamic', a positive finite number (also as a string), a dict in
+            ``GradScaler``'s words (``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``,
+            and ours: ``min_scale``, ``max_scale``, ``hysteresis``), or None for the level's own.
+        cast_model_outputs (str | torch.dtype | None): The dtype of the model's floating outputs.
+        keep_fp32 (str | type | Sequence[str | type] | None): Module classes, class names, or glob patterns over qualified
+            names that stay FP32.
+        fp32_ops (Fp32Names | None): Functions, methods, autograd Functions and module classes that run in FP32 beside those
+            of :data:`amp_wrapper.policy.fp32_registry.FP32_OPS`: dotted names, or the objects themselves. Results return to
+            the caller's dtype, unless a dict says otherwise: ``dict(name='torch.Tensor.sum', output='float32')``.
+        keep_inputs (str | Sequence[str] | None): Names of arguments of ``forward``, of the model or of a module below it,
+            whose floating tensors are not cast: time steps, coordinates, positions.
+        num_losses (int): Number of losses with a scale of their own.
+        verbosity (int): 0, 1 or 2.
+        min_loss_scale (float | None): Floor of a dynamic scale.
+        max_loss_scale (float | None): Ceiling of a dynamic scale; None for none.
+        from_16bit (bool): Whether trainable weights that are 16-bit already are taken.
+        restore_buffers_on_skip (bool): Whether a skipped step restores buffers (BatchNorm's statistics, counters) that its
+            forward passes have changed.
     """
 
     enabled: Annotated[bool, _ON]
@@ -255,13 +256,14 @@ class PolicyOptions(SharedOptions, total=False):
     """The options of :func:`resolve`, beside the level.
 
     Attributes:
-        dtype: 'bfloat16' turns O1 into O4, O2 into O5 and O3 into pure bfloat16. 'float32' or 'float64' at O1 and O4
-            mean "no autocast", as in mmengine's own wrapper.
-        master_weights: Whether to keep FP32 masters of 16-bit weights. ``'split'`` keeps each as the weight and a 16-bit
-            remainder, for this package's fused optimizers.
-        skip_nonfinite: Whether a static scale checks gradients and skips non-finite steps. None: at every level but O0.
-        max_consecutive_skips: Limit of skipped steps in a row; None for none.
-        accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 during accumulation.
+        dtype (str | torch.dtype | None): 'bfloat16' turns O1 into O4, O2 into O5 and O3 into pure bfloat16. 'float32' or
+            'float64' at O1 and O4 mean "no autocast", as in mmengine's own wrapper.
+        master_weights (bool | Literal['split'] | None): Whether to keep FP32 masters of 16-bit weights. ``'split'`` keeps
+            each as the weight and a 16-bit remainder, for this package's fused optimizers.
+        skip_nonfinite (bool | None): Whether a static scale checks gradients and skips non-finite steps. None: at every level
+            but O0.
+        max_consecutive_skips (int | None): Limit of skipped steps in a row; None for none.
+        accumulate_in_fp32 (bool): Whether the gradients of 16-bit weights are summed in FP32 during accumulation.
     """
 
     dtype: Annotated[
@@ -303,6 +305,9 @@ LOSS_SCALE_OPTIONS: dict[str, Option] = {
     'enabled': _ON,
 }
 
+#: What the keys of its bounds are called as options.
+_BOUNDS = {'min_scale': 'min_loss_scale', 'max_scale': 'max_loss_scale'}
+
 # -- from options to a policy ------------------------------------------------------------------------------------------------
 
 
@@ -320,20 +325,20 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
         AmpConfigError: With every conflict of the configuration in one message.
         TypeError: An option that does not exist.
     """
-    unknown = options.keys() - OPTIONS.keys()
-    if unknown:
-        raise TypeError(f'resolve() got an unexpected keyword argument {min(unknown)!r}')
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f'resolve() got an unexpected keyword argument {name!r}{nearest(name, OPTIONS)}')
     given: dict[str, Any] = {name: options.get(name, option.default) for name, option in OPTIONS.items()}
     problems: list[str] = []
-    asked = _find_level(opt_level, problems)
+    asked_level = _find_level(opt_level, problems)
     read = {name: option.read(name, given[name], problems) for name, option in OPTIONS.items()}
-    level = _turned(asked, read['dtype'])
+    level = _apply_dtype(asked_level, read['dtype'])
     cast = read['cast_model_type']
     # float32 on a per-op level is what it does anyway: nothing is cast
     model_type = level.cast_model_type if cast is None or _casts_per_op(level) else cast or None
     if level.opt_level:
-        problems += _conflicts(asked, level, model_type, read, given)
-    ops = _find_functions(read['fp32_ops'], problems)
+        problems += _conflicts(asked_level, level, model_type, read, given)
+    read['fp32_ops'] = _find_functions(read['fp32_ops'], problems)
     scale = _find_scale(read, given, level.loss_scale, problems)
     if problems:
         raise AmpConfigError(problems)
@@ -347,10 +352,27 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
         'master_weights': bool(values['master_weights']),
         'split_masters': read['master_weights'] == 'split',
         'loss_scale': scale,
-        'fp32_ops': ops,
     }
-    kept = {name: value for name, value in given.items() if name != 'dtype' and value != OPTIONS[name].default}
-    return dataclasses.replace(level, **values, given={**level.given, **kept})
+    policy = dataclasses.replace(level, **values)
+    return dataclasses.replace(policy, overrides={**level.overrides, **dict(_overrides(policy, read, given))})
+
+
+def _overrides(policy: Policy, read: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The options that were given and say something beside the level, in plain form."""
+    level = LEVEL_TABLE[policy.opt_level]
+    for name, option in OPTIONS.items():
+        field = 'loss_scale' if name.endswith('loss_scale') else name
+        says_nothing = name == 'dtype' or getattr(policy, field) == getattr(level, field)
+        if read[name] == option.default or (says_nothing and read[name] != 'split'):
+            continue
+        if name == 'fp32_ops':
+            yield name, [{'name': op.name, 'output': op.output} for op in policy.fp32_ops]
+        elif name != 'loss_scale':
+            yield name, list(read[name]) if isinstance(read[name], tuple) else read[name]
+        elif isinstance(given[name], Mapping):
+            yield name, {key: getattr(policy.loss_scale, key) for key in given[name]}
+        else:
+            yield name, 'dynamic' if policy.loss_scale.dynamic else policy.loss_scale.init_scale
 
 
 def _casts_per_op(level: Policy) -> bool:
@@ -358,37 +380,42 @@ def _casts_per_op(level: Policy) -> bool:
 
 
 def _find_level(value: Any, problems: list[str]) -> Policy:
-    """The row of a level; where there is none, that of O0, without a name."""
+    """The level's row; for an unknown level that of O0, without a name."""
     if isinstance(value, str) and value in LEVEL_TABLE:
         return LEVEL_TABLE[value]
+    text = str(value).strip().upper()
+    meant = f'O{text[-1:]}'
+    hint = f' (did you mean {meant!r}?)' if meant in LEVEL_TABLE and text in (meant, meant[1], f'0{meant[1]}') else ''
     known = '; '.join(f'{name}: {meaning}' for name, meaning in MEANINGS.items())
-    problems.append(
-        f'opt_level={value!r} is no opt level{nearest(str(value).strip().upper(), LEVEL_TABLE)}. Known are {known}.'
-    )
-    # the name of no level: the error is raised before anybody gets the record
+    problems.append(f'opt_level={value!r} is no opt level{hint}. Known are {known}.')
+    # never returned by resolve: a problem was noted
     return dataclasses.replace(LEVEL_TABLE['O0'], opt_level='')  # type: ignore[arg-type]
 
 
-def _turned(level: Policy, dtype: torch.dtype | None) -> Policy:
+def _apply_dtype(level: Policy, dtype: torch.dtype | None) -> Policy:
     """The level that ``dtype`` makes of a level."""
     name = level.opt_level
     if dtype is _BF16 and name == 'O3':
-        return dataclasses.replace(level, cast_model_type=_BF16, given={'cast_model_type': 'bfloat16'})
+        return dataclasses.replace(level, cast_model_type=_BF16, overrides={'cast_model_type': _BF16})
     if dtype is _BF16 and name in IN_BFLOAT16:
         return LEVEL_TABLE[IN_BFLOAT16[name]]
     if dtype in (_F32, _F64) and _casts_per_op(level):
         # as in mmengine's own wrapper: autocast to float32 or float64 is no autocast
-        return dataclasses.replace(level, autocast_dtype=None, given={'patch_torch_functions': False})
+        return dataclasses.replace(level, autocast_dtype=None, overrides={'patch_torch_functions': False})
     return level
 
 
 def _conflicts(
-    asked: Policy, level: Policy, model_type: torch.dtype | None, read: Mapping[str, Any], given: Mapping[str, Any]
+    asked_level: Policy,
+    level: Policy,
+    model_type: torch.dtype | None,
+    read: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> Iterator[str]:
     """Options that a level refuses, and options that contradict each other.
 
     Args:
-        asked: The level that was asked for.
+        asked_level: The level that was asked for.
         level: What ``dtype`` has made of it.
         model_type: Of the weights.
         read: The options, converted.
@@ -396,14 +423,14 @@ def _conflicts(
     """
     name, dtype, cast, losses = level.opt_level, read['dtype'], read['cast_model_type'], read['num_losses']
     at = f'conflicts with opt_level={name!r}'
-    of_dtype = f'dtype={given["dtype"]!r} conflicts with opt_level={asked.opt_level!r}'
-    if asked.opt_level == 'O0' and dtype in HALF_TYPES:
+    of_dtype = f'dtype={given["dtype"]!r} conflicts with opt_level={asked_level.opt_level!r}'
+    if asked_level.opt_level == 'O0' and dtype in HALF_TYPES:
         levels = "'O4' or 'O5' for bfloat16" if dtype is _BF16 else "'O1' or 'O2' for float16"
         yield f'{of_dtype} (FP32): write {levels}.'
-    elif asked.opt_level in IN_BFLOAT16.values() and dtype is _F16:
-        same = 'O1' if asked.opt_level == 'O4' else 'O2'
+    elif asked_level.opt_level in IN_BFLOAT16.values() and dtype is _F16:
+        same = 'O1' if asked_level.opt_level == 'O4' else 'O2'
         yield f"{of_dtype}, a bfloat16 level: write opt_level='{same}'."
-    elif asked.casts_model and dtype in (_F32, _F64):
+    elif asked_level.casts_model and dtype in (_F32, _F64):
         yield f"{of_dtype}, which needs a 16-bit type: write opt_level='O0' for FP32."
     if _casts_per_op(level):
         casting = 'O5' if name == 'O4' else 'O2'
@@ -450,8 +477,8 @@ def _find_scale(
     read: Mapping[str, Any], given: Mapping[str, Any], level: LossScaleConfig, problems: list[str]
 ) -> LossScaleConfig:
     """What the forms of ``loss_scale`` and its bounds mean; of no use where problems were found."""
-    value = given['loss_scale']
-    bounds = {'min_scale': read['min_loss_scale'], 'max_scale': read['max_loss_scale']}
+    value, before = given['loss_scale'], len(problems)
+    bounds = {key: read[name] if _FLOOR.test(plain(given[name])) else None for key, name in _BOUNDS.items()}
     words: dict[str, Any] = {}
     if value is None:
         words = {'dynamic': level.dynamic, 'init_scale': level.init_scale}
@@ -465,21 +492,24 @@ def _find_scale(
         problems.append(
             f'min_loss_scale={low:g} is above max_loss_scale={high:g}: lower the floor or raise the ceiling.'
         )
-    elif not config.dynamic:
-        for name, option in (('min_loss_scale', _FLOOR), ('max_loss_scale', _CEILING)):
-            if value is not None and read[name] != option.default:
-                problems.append(
-                    f'{name}={given[name]!r} bounds a dynamic scale, and loss_scale={value!r} never moves: write '
-                    f"loss_scale='dynamic' or dict(init_scale={value!r}), or leave it out."
-                )
-    elif 'init_scale' in words and value is not None and not low <= config.init_scale <= high:
+    if len(problems) > before:
+        return config
+    if not config.dynamic:
+        beside = [
+            f'{name}={read[name]:g}' for name in _BOUNDS.values() if read[name] not in (None, OPTIONS[name].default)
+        ]
+        if value is not None and beside:
+            problems.append(
+                f'loss_scale={value!r} conflicts with {" and ".join(beside)}: a number is the scale always, and only a scale '
+                f"that moves has bounds. Leave the bounds out, or write loss_scale='dynamic'."
+            )
+        return config
+    if config.enabled and isinstance(value, Mapping) and 'init_scale' in value and not low <= config.init_scale <= high:
         problems.append(
-            f"loss_scale['init_scale']={words['init_scale']!r} is not between min_loss_scale={config.min_scale} and "
-            f'max_loss_scale={config.max_scale}: write a scale within them, or other bounds (None for none).'
+            f"loss_scale['init_scale']={value['init_scale']!r} is not between the floor {config.min_scale} and the ceiling "
+            f'{config.max_scale}: write a scale within them, or other bounds (min_loss_scale, max_loss_scale; None for none).'
         )
-    else:
-        config = dataclasses.replace(config, init_scale=min(max(config.init_scale, low), high))
-    return config
+    return dataclasses.replace(config, init_scale=min(max(config.init_scale, low), high))
 
 
 def _read_static(value: Any, problems: list[str]) -> float:
@@ -510,10 +540,9 @@ def _read_words(value: Mapping[str, Any], bounds: Mapping[str, Any], problems: l
         found = option.read(f'loss_scale[{key!r}]', item, problems)
         if len(problems) == before:
             read[key] = found
-            if key in bounds and bounds[key] not in (option.default, found):
-                name = key.replace('_', '_loss_')
+            if bounds.get(key) not in (None, option.default, found):
                 problems.append(
-                    f'loss_scale[{key!r}]={found!r} contradicts {name}={bounds[key]!r}: write only one of the two.'
+                    f'loss_scale[{key!r}]={found!r} contradicts {_BOUNDS[key]}={bounds[key]!r}: write only one of the two.'
                 )
     return read
 

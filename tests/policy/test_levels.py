@@ -106,8 +106,8 @@ def test_options_change_their_field_alone() -> None:
             change = {} if getattr(base, name) == expected else {name: expected}
             if changes(found, base) != change or type(getattr(found, name)) is not type(expected):
                 wrong.append((level, name, value))
-            # a report takes what was given to another level
-            assert resolve(found.opt_level, **found.given) == found
+            # a report takes them to another level
+            assert resolve(level, **found.overrides) == found and bool(found.overrides) == (found != base)
     assert wrong == []
     for level in LEVELS:
         assert resolve(level, patch_torch_functions=level in PER_OP) == resolve(level)
@@ -123,13 +123,13 @@ def test_dtype_turns_levels() -> None:
         for level, becomes in (('O1', 'O4'), ('O2', 'O5'), ('O4', 'O4'), ('O5', 'O5')):
             assert resolve(level, dtype=word) == resolve(becomes)
         assert changes(found := resolve('O3', dtype=word), resolve('O3')) == {'cast_model_type': BF16}
-        assert resolve('O3', **found.given) == found
+        assert resolve('O3', **found.overrides) == found
     for level in ('O1', 'O2', 'O3'):
         assert resolve(level, dtype='float16') == resolve(level)
     for level in PER_OP:
         for word in ('float32', 'float64', F32, torch.float64):
             assert changes(found := resolve(level, dtype=word), resolve(level)) == {'autocast_dtype': None}
-            assert resolve(level, **found.given) == found
+            assert resolve(level, **found.overrides) == found
     assert resolve('O0', dtype='float32') == resolve('O0')
     assert resolve('O2', dtype='bfloat16', cast_model_type='bf16') == resolve('O5')
 
@@ -344,7 +344,7 @@ def test_names_and_objects() -> None:
 WRONG: list[tuple[Any, list[str]]] = [
     ('softmax', ['dotted name']),
     ('.torch.softmax', ['empty part']),
-    ('torch.nn.functional.sofmax', ['does not exist', "'torch.nn.functional.softmax'"]),
+    ('torch.nn.functional.sofmax', ['does not exist', "did you mean 'softmax'?"]),
     ('no_such_package.ops.nms', ['no_such_package is not installed']),
     ('torch.nn.functional', ['is a module']),
     ('torch.nn.Module', ['base of every class']),
@@ -358,7 +358,7 @@ WRONG: list[tuple[Any, list[str]]] = [
 
 def test_wrong_names_are_explained() -> None:
     # this mmcv may have its ops
-    without = [('mmcv.ops.nms', ['mmcv-lite', 'Install mmcv (full)'])] if find_spec('mmcv._ext') is None else []
+    without = [('mmcv.ops.nms', ['mmcv-lite', 'install mmcv (full)'])] if find_spec('mmcv._ext') is None else []
     assert unexplained([('O2', {'fp32_ops': [name]}, ['fp32_ops=', *words]) for name, words in WRONG + without]) == []
 
 
