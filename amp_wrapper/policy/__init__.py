@@ -1,7 +1,8 @@
 """What an opt level means: the table of levels, their overrides, and the lists of what computes in which type."""
 
 from .levels import LEVELS, OptLevel, Policy, dtype_name, parse_dtype
-from .options import OPTIONS, Fp32Names, PolicyOptions, SharedOptions, resolve
+from .options import OPTIONS, Fp32Names, PolicyOptions, SharedOptions
+from .resolution import resolve
 
 __all__ = [
     'LEVELS',
