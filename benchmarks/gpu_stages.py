@@ -94,21 +94,17 @@ def tool(name: str) -> str | None:
 
 def files_of(stage: str) -> list[str]:
     """The test files of a stage that take a device, by their paths from the root."""
-    taking = [
-        path.relative_to(ROOT).as_posix()
-        for path in sorted((ROOT / 'tests').rglob('test_*.py'))
-        if not {'downstream', 'foreign_packages'} & set(path.parts)
-        # ranks get their device from a fixture, scripts of steps by default
-        and re.search(
-            r'def \w+\([^)]*\bdevice\b|from on_ranks|^/.*/(amp|engine)/', f'{path}\n{path.read_text(encoding="utf-8")}'
-        )
-    ]
-
-    elsewhere = [folder for other, folders in TESTS.items() if other != stage for folder in folders]
-    here = TESTS.get(stage)
-    return [
-        name for name in taking if (folder := Path(name).parent.name) not in elsewhere and (not here or folder in here)
-    ]
+    elsewhere = {'downstream', 'foreign_packages'}.union(
+        *(folders for other, folders in TESTS.items() if other != stage)
+    )
+    found = []
+    for path in sorted((ROOT / 'tests').rglob('test_*.py')):
+        folder, text = path.parent.name, path.read_text(encoding='utf-8')
+        # ranks get their device from a fixture; scripts of steps make their tensors where --device says
+        takes = folder in ('amp', 'engine') or re.search(r'def \w+\([^)]*\bdevice\b|from on_ranks import', text)
+        if takes and folder not in elsewhere and folder in TESTS.get(stage, (folder,)):
+            found.append(path.relative_to(ROOT).as_posix())
+    return found
 
 
 def _python(*words: str) -> tuple[str, ...]:

@@ -162,10 +162,9 @@ class BackwardPass:
         self._targets = self._find_targets()
         averaged: Container[int] = self.first.ddp.about_to_average(everywhere=True) if self._targets else ()
         others = {target: other for other, target in self._targets}
-        rescaling = Rescaling(
-            list(others), self.scale, averaged, lambda target: self._hand_over(others[target], target)
+        rescaling = stack.enter_context(
+            Rescaling(list(others), self.scale, averaged, lambda target: self._hand_over(others[target], target))
         )
-        stack.enter_context(rescaling)
         for other, target in self._targets:
             if isinstance(other, EngineParts):
                 other.rescalings.append((rescaling, target))
