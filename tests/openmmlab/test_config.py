@@ -95,7 +95,7 @@ class Reading(Constructor):
         (dict(type='AmpOptimWrapper', loss_scale='dynamic'), 'O1', 'SGD'),
         (dict(type='AmpOptimWrapper', dtype='bfloat16'), 'O4', 'SGD'),
         (dict(type='ApexOptimWrapper', opt_level='O3'), 'O3', 'SGD'),
-        (dict(type='TorchAmpOptimWrapper', dtype='bfloat16'), 'O4', 'SGD'),
+        (dict(type='TorchAmpOptimWrapper', dtype='bfloat16', loss_scale=dict(init_scale=2.0**30)), 'O4', 'SGD'),
         (dict(type='TorchAmpOptimWrapper', loss_scale=512.0), 'O1', 'SGD'),
         (dict(type='FixedLevel', warm=2), 'O2', 'SGD'),
         (dict(constructor='Constructor'), 'O5', 'SGD'),

@@ -236,8 +236,7 @@ def test_due_validation_can_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(AmpConfigError, match='revalidate'):
         ExactResumeHook(revalidate='no')  # type: ignore[arg-type]
     run(tmp_path, **epochs(1))
-    hook = {**HOOK, 'revalidate': False}
-    for hooks, due in ([hook], False), ([HOOK], True):
+    for hooks, due in ([{**HOOK, 'revalidate': False}], False), ([HOOK], True):
         with toy.run_log() as lines:
             toy.run(tmp_path, wrapper(), custom_hooks=hooks, resume=True, log_level='INFO', **epochs(1))
         assert any('Epoch(val)' in line for line in lines) == due
