@@ -125,26 +125,15 @@ def before_compiled_calls(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
-_backward_autocast: list[Any] = []
-
-
-def backward_without_autocast(is_off: bool) -> None:
+def backward_without_autocast() -> None:
     """Let backward passes of the graphs that are made from now on be made without autocast, as they run in eager training.
 
     Otherwise torch makes both passes of a graph under the autocast that is on when it makes the graph, and a product in FP32
     has a backward pass in 16-bit. Does nothing in versions that cannot do otherwise; 2.11 and all that were tried since can.
-
-    Args:
-        is_off: False gives back what the user's setting was.
     """
     functorch: Any = sys.modules.get('torch._functorch.config')
-    if functorch is None or not hasattr(functorch, 'backward_pass_autocast'):
-        return
-    if is_off and not _backward_autocast:
-        _backward_autocast.append(functorch.backward_pass_autocast)
+    if hasattr(functorch, 'backward_pass_autocast'):
         functorch.backward_pass_autocast = 'off'
-    elif not is_off and _backward_autocast:
-        functorch.backward_pass_autocast = _backward_autocast.pop()
 
 
 def load_compiler_tables() -> None:

@@ -89,16 +89,17 @@ def has_kernel(op: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
+def _dispatch_key(name: str) -> Any:
+    # the enumeration in Python lacks some of them
+    return torch._C._dispatch_key_parse(name)
+
+
 def keys_below(key: str) -> Any:
     """The dispatch keys below one, for ``OpOverload.redispatch`` in a kernel that ``Library.impl(..., with_keyset=True)`` made.
 
     The public counterpart, :class:`torch._C._AutoDispatchBelowAutograd`, is private as well. In every version since 1.13.
     """
-    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
-
-
-#: The autocast key of a kind of device that no tensor has, and torch has no kernels for. Since 1.13.
-SPARE_KEY = 'AutocastIPU'
+    return torch._C._dispatch_keyset_full_after(_dispatch_key(key))
 
 
 @functools.cache
@@ -112,7 +113,7 @@ def fall_through(key: str) -> Any:
     """
     fallback = torch._C._dispatch_library('IMPL', '_', key)
     fallback.fallback_fallthrough()
-    dispatch_key = getattr(torch._C.DispatchKey, key)
+    dispatch_key = _dispatch_key(key)
     for op in torch._ops._higher_order_ops.values():
         op.fallthrough(dispatch_key)  # type: ignore[no-untyped-call]
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(dispatch_key)
@@ -124,7 +125,7 @@ def include_key(key: str) -> Callable[[bool], None]:
 
     In every version since 1.13.
     """
-    return functools.partial(torch._C._dispatch_tls_set_dispatch_key_included, getattr(torch._C.DispatchKey, key))
+    return functools.partial(torch._C._dispatch_tls_set_dispatch_key_included, _dispatch_key(key))
 
 
 def variable_function(name: str) -> Callable[..., Any] | None:

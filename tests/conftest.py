@@ -29,8 +29,7 @@ from missing import SkipsWhatLacksAPackage, missing
 from op_lists import ops_from
 
 from amp_wrapper import torch_internals
-from amp_wrapper.autocast import regions, state
-from amp_wrapper.autocast.patching import graphs_are_gone, patches
+from amp_wrapper.casting import region
 from amp_wrapper.engine import host_read
 
 # for planted faults: that there is an example is enough
@@ -109,16 +108,9 @@ def _same_start(request: pytest.FixtureRequest, device: torch.device) -> None:
 def _left_behind() -> list[str]:
     """What is open on this thread, or in this process, that no test may leave open."""
     left = {
-        'regions': regions.count() > 0,
-        'forward passes': state.depth() > 0,
-        'suspended casts': state.is_suspended(),
-        'an overruled registry': state.thread.overruled > 0,
-        'a resumed segment': state.is_resumed(),
-        'global casts': bool(state.thread.global_casts),
-        'backward passes': bool(state.backward_passes),
-        'patched functions': patches.in_place,
+        'a region': region.is_open() or torch.is_autocast_enabled(region.OPERANDS_SPARE),
+        'suspended casts': region.is_suspended(),
         'autocast': torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda'),
-        'cover against interrupts': regions._covered > 0,
         # steps wait for the host where there are any but those of the package
         'hooks of all optimizers': bool(
             set(map(id, [*torch_internals.global_pre_hooks.values(), *torch_internals.global_post_hooks.values()]))
@@ -130,14 +122,7 @@ def _left_behind() -> list[str]:
 
 
 def _close_everything() -> None:
-    regions.unwind()
-    vars(state.thread).clear()
-    state.thread.__init__()  # type: ignore[misc]
-    state.backward_passes.clear()
-    while patches.in_place:
-        patches.release()
-    regions._cover_interrupts(-regions._covered)
-    for device in ('cpu', 'cuda'):
+    for device in ('cpu', 'cuda', region.SPARE, region.OPERANDS_SPARE, region.SUSPENDED_SPARE):
         torch.set_autocast_enabled(device, False)
     torch.clear_autocast_cache()
     torch.set_grad_enabled(True)
@@ -155,8 +140,6 @@ def _nothing_global_is_left() -> Iterator[None]:
     for name in ('last_type', 'last_value', 'last_traceback', 'last_exc'):
         vars(sys).pop(name, None)
     torch._dynamo.reset()
-    graphs_are_gone()
-    regions._has_compiled = False
     found = _left_behind()
     if found:
         _close_everything()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import compiler_internals
-from ..casting.find_hooks import holds_casts
+from ..casting.cast_module import holds_casts
 from ..casting.sharding import Sharding
 from ..errors import AmpAttachError, AmpConfigError, short
 from ..policy import LEVELS, OPTIONS, OptLevel, Policy, SharedOptions, resolve

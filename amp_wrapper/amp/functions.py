@@ -1,7 +1,7 @@
 """Changes what O1 and O4 cast: decorators for your own functions, a registry for those of others, and a way to pause.
 
 All of it acts where O1 or O4 casts are on: inside a model that ``amp.initialize`` attached at one of these levels, and
-wherever a handle of ``amp.init`` turned them on. In between, every function is the original.
+wherever a handle of ``amp.init`` turned them on. In between, every function does what it did.
 """
 
 from __future__ import annotations
@@ -9,27 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ContextDecorator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..autocast import graph, graph_region, kernels, regions, state
-from ..autocast.call import (
-    CallRule,
-    call_by_rule,
-    call_by_rule_in_graph,
-    devices_of,
-    rule_applies,
-    rule_in_graph,
-    tensors_in,
-)
-from ..autocast.op_set import OpSet
-from ..autocast.patching import patches
-from ..compiler_internals import constant_when_traced, traced_as
+from ..casting import cast_sessions, kernels, region
+from ..casting.functions import CallRule, call_by_rule, install, rules_of
 from ..errors import AmpConfigError, nearest
 from ..policy import lookup
+from ..policy.nested import tensors_in
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
@@ -110,42 +100,7 @@ def disable_casts() -> AbstractContextManager[None]:
 
     Nests, ends with exceptions too, and may be a decorator. Losses that get 16-bit tensors still compute in FP32.
     """
-    return _DisableCasts()
-
-
-class _DisableCasts(ContextDecorator):
-    """A class, since torch.compile traces no generator in versions before 2.7."""
-
-    def __init__(self) -> None:
-        self._open: list[Any] = []
-
-    def _recreate_cm(self) -> _DisableCasts:
-        # each call of what is decorated has one of its own
-        return _DisableCasts()
-
-    def _enter_in_graph(self) -> None:
-        self._open.append(graph.suspend())
-
-    def _exit_in_graph(self, *error: Any) -> None:
-        graph.leave(self._open.pop())
-
-    @traced_as(_enter_in_graph)
-    def __enter__(self) -> None:
-        regions.listen()
-        self._open.append(state.suspended())
-        self._open[-1].__enter__()
-
-    @traced_as(_exit_in_graph)
-    def __exit__(self, *error: Any) -> None:
-        self._open.pop().__exit__(*error)
-        # what is compiled may have been told inside of the block that casts are suspended
-        graph.agree()
-
-
-@functools.cache
-def _script_ops() -> OpSet:
-    """What a decorated function opens around itself where no model does."""
-    return OpSet(marks=state.marks(casts=True))
+    return region.suspended()
 
 
 def _decorated(function: _Function, rule: CallRule) -> _Function:
@@ -158,50 +113,22 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
         )
     is_method = _takes_self(function)
 
-    def in_graph(*args: Any, **kwargs: Any) -> Any:
-        region = graph_region.innermost()
-        held = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
-        tensors = tensors_in(args[held:], kwargs)
-        if region is not None:
-            if rule_in_graph(rule, region, tensors):
-                return call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
-            return function(*args, **kwargs)
-        # later calls are told what is on by then
-        _listen()
-        if not state.alive.any:
-            return function(*args, **kwargs)
-        for device in devices_of(tensors):
-            kernels.install_for_graph(device)
-        region = graph_region.GraphRegion(None, frozenset({state.CASTS}))
-        graph.enter(region)
-        result = call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
-        graph.leave(region)
-        return result
-
     @functools.wraps(function)
-    @traced_as(in_graph)
     def by_rule(*args: Any, **kwargs: Any) -> Any:
-        outside = state.casts_alive()
-        if not outside and not state.casts_on():
+        skip = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
+        if region.casts_ops():
+            tensors = tensors_in((args[skip:], kwargs))
+            if any(region.autocast_is_on(tensor.device.type) for tensor in tensors):
+                return call_by_rule(rule, function, args, kwargs, skip)
+        if region.is_open() or region.is_suspended() or not cast_sessions.alive.any:
             return function(*args, **kwargs)
-        held = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
-        tensors = tensors_in(args[held:], kwargs)
-        if rule_applies(tensors):
-            return call_by_rule(rule, function, tensors, args, kwargs, held)
-        if not outside:
-            return function(*args, **kwargs)
-        for device in devices_of(tensors):
-            kernels.install(device)
-        with regions.opened(_script_ops().keys):
-            return call_by_rule(rule, function, tensors, args, kwargs, held)
+        install()
+        region.reach()
+        kernels.install_tables(region.device_of(tensors_in((args[skip:], kwargs))))
+        with region.spare(region.TABLES):
+            return call_by_rule(rule, function, args, kwargs, skip)
 
     return by_rule  # type: ignore[return-value]
-
-
-@constant_when_traced
-def _listen() -> bool:
-    regions.listen()
-    return True
 
 
 def _takes_self(function: Callable[..., Any]) -> bool:
@@ -225,7 +152,7 @@ def _register(module: Any, name: str, rule: CallRule) -> None:
         raise AmpConfigError([f'{label} is no function, but {kind}.'])
     if not lookup.can_be_replaced(module, name):
         raise AmpConfigError([f'{label} cannot be replaced: decorate or register the function that calls it.'])
-    patches.add_rule(module, name, rule)
+    rules_of(module, name).rule = rule
 
 
 def _name_of(module: Any) -> str:

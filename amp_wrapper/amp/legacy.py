@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..autocast import state as autocast_state
-from ..autocast.global_autocast import GlobalCasts
+from ..casting import region
+from ..casting.global_casts import GlobalCasts
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
 from ..policy.options import is_count
@@ -107,18 +106,18 @@ class AmpHandle(NoOpHandle):
         self.verbose = verbose
         self._active = True
         self._wrapped = False
-        self._casts = GlobalCasts(torch.float16, allow_banned)
+        self._casts = GlobalCasts(allow_banned)
         self._casts.start()
 
     def is_active(self) -> bool:
-        return self._active and not autocast_state.is_suspended()
+        return self._active and not region.is_suspended()
 
     def _deactivate(self) -> None:
         self._active = False
         self._casts.stop()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        return autocast_state.suspended()
+        return region.suspended()
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         if not is_count(num_loss):

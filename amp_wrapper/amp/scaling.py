@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from ..autocast import regions
 from ..compiler_internals import eager_block
 from ..engine import AmpEngine
 from ..errors import AmpUsageError
@@ -39,8 +38,6 @@ def scaled(
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
         raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
-    # what an interrupted forward pass left open
-    regions.unwind_stale()
     if not engines:
         yield loss
         return

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import state as autocast_state
-from ..casting import ownership, save_pretrained
+from ..casting import cast_sessions, ownership, region, save_pretrained
 from ..casting.sharding import Sharding
 from ..compiler_internals import is_called_by_compiled_code, untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
@@ -39,7 +38,7 @@ logger = logging.getLogger('amp_wrapper')
 _sessions: list[ReferenceType[Session]] = []
 _session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
 # model at O1 or O4 -> what says so to decorated functions
-_casting: WeakKeyDictionary[nn.Module, autocast_state.CastSession] = WeakKeyDictionary()
+_casting: WeakKeyDictionary[nn.Module, cast_sessions.CastSession] = WeakKeyDictionary()
 #: Optimizers that were initialised with ``enabled=False``.
 _disabled: WeakSet[Optimizer] = WeakSet()
 _NEVER = (
@@ -102,7 +101,7 @@ class Session:
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, stepped)
         if policy.autocast_dtype is not None:
             for model in models:
-                _casting[model] = autocast_state.session_opened()
+                _casting[model] = cast_sessions.alive.add()
         for optimizer, engine in zip(optimizers, self.engines):
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
@@ -190,7 +189,7 @@ class Session:
                 result.append(value)
 
         # optimizers compute in FP32: what is cast for models is not cast here
-        casts = nullcontext() if self.policy.autocast_dtype is None else autocast_state.suspended()
+        casts = nullcontext() if self.policy.autocast_dtype is None else region.suspended()
         with casts, engine.parts.behind(step=bare_step):
             outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from weakref import WeakSet
-
 import torch
 from torch import Tensor, nn
 
-from ..autocast import op_set, patching
-from . import attached_modules, fp32_values
-from .find_hooks import strip_hooks
+from . import cast_module, fp32_values
+from .hooks import strip_hooks
 
 
 class CastHandle:
     """Takes a cast back. Made by :meth:`CastPlan.apply`."""
 
-    def __init__(
-        self,
-        roots: list[nn.Module],
-        parameters: dict[str, nn.Parameter],
-        buffers: list[Tensor],
-        watched: Sequence[nn.Module] = (),
-    ) -> None:
+    def __init__(self, roots: list[nn.Module], parameters: dict[str, nn.Parameter], buffers: list[Tensor]) -> None:
         self.roots = roots
-        # weak, so that modules which were taken out of the model are not kept alive
-        self._watched = WeakSet(watched)
         self.parameters = parameters
         self._buffers = buffers
 
@@ -35,12 +23,11 @@ class CastHandle:
         return bool(self.parameters)
 
     def remove(self) -> None:
-        """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
-        patching.forget_graphs()
-        op_set.release(self._watched)
-        attached_modules.release(self._watched, self.roots)
+        """Take the casts off, and give the tensors FP32 values: those of their masters where there are any."""
         for root in self.roots:
             strip_hooks(root)
+            for module in root.modules():
+                cast_module.take_off(module)
         for tensor in (*self.parameters.values(), *self._buffers):
             exact = fp32_values.fp32_value(tensor)
             if exact is None:

@@ -29,7 +29,7 @@ def module_device(module: nn.Module) -> torch.device:
 def class_name(module: nn.Module) -> str:
     """The name of the class of ``module``. ``fully_shard`` makes a class of its own of each, ``FSDPLinear`` of ``Linear``."""
     kind = type(module)
-    return (kind.__mro__[2] if is_fully_sharded(module) else kind).__name__
+    return (kind.__mro__[2] if kind.__mro__[1].__name__ == 'FSDPModule' else kind).__name__
 
 
 def is_loss(module: nn.Module) -> bool:

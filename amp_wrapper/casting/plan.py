@@ -1,7 +1,8 @@
-"""Casts a model to 16-bit and back: decides which tensors become 16-bit and which modules get which hooks."""
+"""Decides what of a model becomes 16-bit, and by which rule each of its modules is called; casts it and back."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 
@@ -11,43 +12,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
 from .. import torch_internals
-from ..autocast import op_set, patching, state
-from ..autocast.op_set import OpSet
 from ..errors import AmpAttachError
+from ..policy import said_once
+from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import attached_modules, given_weights, shard_groups
+from . import cast_module, computed_weights, functions, given_weights, late_modules, recompute, region, shard_groups
 from .cast_handle import CastHandle, cast_in_place
-from .cast_hooks import (
-    CastComputed,
-    CastInputs,
-    CastOutputs,
-    ExactInputs,
-    Fp32Inputs,
-    TableOutputs,
-    computed_from,
-    computed_weights,
-)
-from .dtype_errors import ExplainTypes
-from .find_hooks import has_hook, holds_casts, strip_hooks
+from .cast_module import CALLER, ENTRY_METHODS, Rule
 from .kept_modules import check_inputs, kept_inputs, momentum_networks, named_modules, registered_classes
 from .modules import is_batchnorm, is_loss, is_table, own_tensors
-from .region_hooks import (
-    CASTS,
-    FORWARD,
-    FP32,
-    PLAIN,
-    EnterBelow,
-    EnterRegion,
-    LeaveBelow,
-    LeaveRegion,
-    cover_below,
-    drop_regions,
-    put_region,
-    region_on,
-    run_in_fp32,
-)
 from .state_dict_hooks import Fp32StateDict, LoadFp32
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
@@ -116,7 +91,6 @@ class CastPlan:
         self._buffers: dict[str, Tensor] = {}
         for name, root in self.roots:
             self._refuse(name, root)
-        self.ops: OpSet | None = None
         self._named = named_modules(self.roots, policy, covers_forward)
         check_inputs(self.roots, policy)
         if policy.runs_16_bit:
@@ -137,15 +111,10 @@ class CastPlan:
             self.infinite = given_weights.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
             self.coarse = given_weights.lose_steps(self._buffers, dtype)
         self.raised = self._find_raised()
-        if policy.runs_16_bit:
-            # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
-            classes = sorted({type(m) for m in self._modules()}, key=lambda cls: f'{cls.__module__}.{cls.__qualname__}')
-            marks = state.marks(self.casts_ops, policy.casts_model, policy.verbosity >= 1)
-            self.ops = OpSet(policy.fp32_ops, classes, marks)
 
     @property
     def casts_ops(self) -> bool:
-        """Whether the hooks of the plan open regions in which ops are cast."""
+        """Whether the tables of O1 and O4 act in the calls of the model."""
         return self._covers and self.policy.runs_16_bit and not self.policy.casts_model
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -153,7 +122,7 @@ class CastPlan:
             yield from root.modules()
 
     def _refuse(self, name: str, root: nn.Module) -> None:
-        if holds_casts(root):
+        if cast_module.holds_casts(root):
             raise AmpAttachError(
                 f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
                 f'attach a model once, or take the casts off with detach() first.'
@@ -164,11 +133,11 @@ class CastPlan:
                     f'the forward of {key or "the model"} ({type(module).__name__}) is a generator, which runs after the call '
                     f'and its casts: return a list.'
                 )
-            # hooks do not go on them: where a cast needs none, they are left alone
+            # their class cannot be swapped: where a cast needs none, they are left alone
             if isinstance(module, torch.jit.ScriptModule) and (module is root or self.policy.casts_model):
                 raise AmpAttachError(
                     f'{key or "the model"} ({type(module).__name__}) was made by torch.jit.script or '
-                    f'torch.jit.trace, and such a module takes no hooks, which the casts need. Hand over the Python module and '
+                    f'torch.jit.trace, and such a module takes no casts. Hand over the Python module and '
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
         left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
@@ -203,13 +172,9 @@ class CastPlan:
             self._sources.update(map(id, module.buffers()))
         else:
             self._cast_modules.append(module)
-            self._sources.update(map(id, computed_from(module)))
+            self._sources.update(map(id, computed_weights.sources_of(module)))
         for key, child in module.named_children():
             self._visit(child, f'{name}.{key}' if name else key, kept)
-
-    def _cast_inputs(self, module: nn.Module, dtype: torch.dtype) -> CastInputs:
-        speaks = self.policy.verbosity >= 1 and any(module is root for _, root in self.roots)
-        return CastInputs(dtype, kept_inputs(module, self.policy), speaks)
 
     def _keep_sharers(self) -> None:
         """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it."""
@@ -271,130 +236,150 @@ class CastPlan:
         return True
 
     def apply(self) -> CastHandle:
-        """Cast the tensors and put the hooks on.
+        """Cast the tensors, and let calls of the modules follow their rules.
 
         Returns:
             The handle that takes both back.
         """
         policy = self.policy
-        patching.forget_graphs()
-        # what another wrapper that autocasts has put on the roots
-        before = {id(root): hook.ops for _, root in self.roots if (hook := region_on(root, FORWARD, PLAIN, CASTS))}
-        for _, root in self.roots:
-            if policy.cast_model_type is not None or has_hook(root, Fp32Inputs):
-                strip_hooks(root)
-        watched = [module for module in self._modules() if not isinstance(module, self._leave)]
-        handle = CastHandle([root for _, root in self.roots], self.parameters, list(self._buffers.values()), watched)
+        if policy.cast_model_type is not None:
+            for module in self._modules():
+                cast_module.take_off(module)
         for tensor in self.raised:
             cast_in_place(tensor, torch.float32)
-        if policy.cast_model_type is torch.float32:
-            self._let_types_meet()
+        if policy.runs_16_bit:
+            self._install()
         if policy.casts_model:
             assert policy.cast_model_type is not None
-            self._apply_casts(policy.cast_model_type)
-        for _, root in self.roots:
-            if policy.cast_model_type is not None:
-                if not has_hook(root, CastInputs):
-                    inputs = (
-                        self._cast_inputs(root, policy.cast_model_type)
-                        if policy.casts_model
-                        else Fp32Inputs(torch.float32, kept_inputs(root, policy))
-                    )
-                    inputs.put(root, is_model=True)
-                root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
-            elif self.casts_ops:
-                pass  # the hooks that close a region cast outputs
-            elif policy.cast_model_outputs is not None:
-                root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
-            elif policy.runs_16_bit and not has_hook(root, CastOutputs):
-                # a validation loop may autocast by itself
-                root.register_forward_hook(CastOutputs(torch.float32, self._enter, only_eval=True))
-            self._put_region(root, before.get(id(root)))
-            if policy.runs_16_bit and not has_hook(root, ExplainTypes):
-                root.register_forward_hook(ExplainTypes(policy.opt_level), always_call=True)
-        if self.casts_ops:
-            self._cover_below()
-        if policy.cast_model_type is not None or policy.runs_16_bit:
-            attached_modules.watch(watched, policy)
-        if self.ops is not None:
-            op_set.attach(watched, self.ops)
-            if not policy.casts_model:
-                for module, starts, gives_back in self._kept_modules:
-                    if region_on(module, FP32) is None:
-                        run_in_fp32(module, starts and gives_back)
-        return handle
+            for tensor in (*self.parameters.values(), *self._buffers.values()):
+                cast_in_place(tensor, policy.cast_model_type)
+        for module, rule in self._rules().items():
+            cast_module.put(module, rule)
+            vars(module)['_amp_attached'] = True
+            if rule.is_model and policy.casts_model and policy.verbosity >= 1:
+                # its first call looks for numbers beyond the range
+                vars(module)['_amp_first'] = True
+        if policy.casts_model:
+            late_modules.watch()
+            self._apply_to_states()
+        return CastHandle([root for _, root in self.roots], self.parameters, list(self._buffers.values()))
 
-    def _put_region(self, root: nn.Module, before: OpSet | None) -> None:
-        """Let every forward of a root open a region; it replaces hooks for regions that do less."""
-        ops = before if self.ops is None else self.ops if before is None else before | self.ops
-        if self.casts_ops:
-            drop_regions(root, (FORWARD, PLAIN, CASTS))
-            outputs = self.policy.cast_model_outputs or torch.float32
-            enter = EnterRegion(CASTS, ops, self.policy.autocast_dtype)
-            put_region(root, enter, LeaveRegion(CASTS, outputs, self._enter))
-        elif self._covers:
-            drop_regions(root, (FORWARD, PLAIN))
-            put_region(root, EnterRegion(PLAIN, ops), LeaveRegion(PLAIN))
-        elif self.ops is not None:
-            drop_regions(root, (FORWARD,))
-            put_region(root, EnterRegion(FORWARD, ops), LeaveRegion(FORWARD))
+    def _install(self) -> None:
+        """Let the registry act in regions, and what the configuration names as long as the model is alive."""
+        functions.install()
+        recompute.install()
+        for op in self.policy.fp32_ops:
+            for _, root in self.roots:
+                functions.add(op, root)
+        if self.policy.verbosity >= 1:
+            said_once.begin()
 
-    def _cover_below(self) -> None:
-        """Modules kept in FP32 are no part of this: called directly, they run as they are."""
-        assert self.ops is not None
-        outputs = self.policy.cast_model_outputs or torch.float32
-        roots = {id(root) for _, root in self.roots}
+    def _rules(self) -> dict[nn.Module, Rule]:
+        """What a call of each module does."""
+        policy, half = self.policy, self.policy.cast_model_type if self.policy.casts_model else None
+        if policy.cast_model_type is None and not policy.runs_16_bit:
+            return {}
+        inside = self._region()
+        plain = Rule(entry=inside, casts=policy.casts_model, level=policy.opt_level, speaks=policy.verbosity >= 1)
+        rules: dict[nn.Module, Rule] = {}
+        for module in self._own_modules():
+            has_methods = policy.runs_16_bit and any(hasattr(type(module), name) for name in ENTRY_METHODS)
+            # containers as well: what joins them later is warned of
+            if has_methods or any(True for _ in (*own_tensors(module), *module.children())):
+                rules[module] = plain
         for module in self._cast_modules:
-            if id(module) not in roots:
-                drop_regions(module, (FORWARD, PLAIN, CASTS))
-                enter = EnterBelow(CASTS, self.ops, self.policy.autocast_dtype)
-                cover_below(module, enter, LeaveBelow(CASTS, outputs, self._enter))
-
-    def _let_types_meet(self) -> None:
-        """Beside frozen 16-bit weights at O0: each module computes in the type of its own weights, as at the other levels."""
-        with_weights = [
-            (module, own[0].dtype)
-            for module in self._modules()
-            if not isinstance(module, (*self._leave, torch.jit.ScriptModule))
-            and (own := [p for p in module.parameters(recurse=False) if p.dtype in CASTABLE])
-        ]
-        if any(dtype in HALF_TYPES for _, dtype in with_weights):
-            for module, dtype in with_weights:
-                if not has_hook(module, CastInputs):
-                    Fp32Inputs(dtype).put(module)
-
-    def _apply_casts(self, dtype: torch.dtype) -> None:
-        for tensor in (*self.parameters.values(), *self._buffers.values()):
-            cast_in_place(tensor, dtype)
-        gathered = set(map(id, self.gathered.values()))
-        for _, root in self.roots:
-            for module in root.modules():
-                kept = kept_inputs(module, self.policy)
-                if kept and module is not root:
-                    module.register_forward_pre_hook(ExactInputs(kept), with_kwargs=True)
-        for module in self._cast_modules:
-            computed = computed_weights(module)
-            if computed:
-                module.register_forward_pre_hook(CastComputed(computed, dtype))
-            own = module.parameters(recurse=False)
-            if computed or is_parametrized(module) or any(p.dtype is dtype or id(p) in gathered for p in own):
-                self._cast_inputs(module, dtype).put(module)
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
-        for module, starts, gives_back in self._kept_modules:
-            CastInputs(torch.float32).put(module)
-            if starts and gives_back:
-                module.register_forward_hook(CastOutputs(dtype))
+            kept = tuple(kept_inputs(module, policy).items()) if half else ()
+            weights = [*module.parameters(recurse=False), *computed_weights.sources_of(module)]
+            own = bool(half) and (is_parametrized(module) or any(w.dtype in CASTABLE for w in weights))
+            if kept or own:
+                rules[module] = dataclasses.replace(plain, inputs=half if own else None, kept=kept)
         for module in self._tables:
-            module.register_forward_hook(TableOutputs(dtype))
-        cast_modules = set(self._cast_modules)
+            rules[module] = dataclasses.replace(plain, outputs=half, clamps=True)
+        for module, starts, gives_back in self._kept_modules:
+            back = starts and gives_back
+            warning = BCE_WARNING if isinstance(module, nn.BCELoss) else ''
+            rule = dataclasses.replace(plain, inputs=torch.float32, warning=warning)
+            rules[module] = dataclasses.replace(
+                rule, **dict(outputs=half if back else None) if half else self._fp32_region(back)
+            )
+        if policy.cast_model_type is torch.float32:
+            rules |= self._let_types_meet(plain)
+        if self.casts_ops:
+            below = self._root_rule(plain, nn.Module())
+            roots = {id(root) for _, root in self.roots}
+            for module in self._cast_modules:
+                if id(module) not in roots:
+                    rules[module] = dataclasses.replace(below, outermost=True, is_model=False)
         for _, root in self.roots:
-            left = {id(inside) for m in root.modules() if isinstance(m, self._leave) for inside in m.modules()}
-            for module in root.modules():
-                if id(module) not in left and any(True for _ in own_tensors(module)):
-                    if module in cast_modules:
-                        exact = Fp32StateDict(module, self.policy.verbosity >= 1)
-                        module.register_state_dict_post_hook(exact)  # type: ignore[no-untyped-call]
-                    hooks = LoadFp32()
-                    module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
+            rules[root] = self._root_rule(rules.get(root, plain), root)
+        return rules
+
+    @staticmethod
+    def _fp32_region(back: bool) -> dict[str, object]:
+        """How a module stays FP32 where autocast is on."""
+        return dict(sources=HALF_TYPES, outputs=CALLER if back else None, sets_autocast=True)
+
+    def _region(self) -> str:
+        """What acts in the calls of the model."""
+        if self.casts_ops:
+            return region.TABLES
+        if self.policy.runs_16_bit:
+            return region.OPERANDS if self.policy.casts_model else region.REGISTRY
+        # casts of other models end here
+        return region.NOTHING if self._covers else region.AS_AROUND
+
+    def _root_rule(self, rule: Rule, root: nn.Module) -> Rule:
+        """What a call of a whole model does."""
+        policy, dtype = self.policy, self.policy.cast_model_type
+        kept = tuple(kept_inputs(root, policy).items()) if dtype is not None else ()
+        before = cast_module.rule_of(root)
+        if rule.inputs is None and dtype is not None:
+            rule = dataclasses.replace(rule, inputs=dtype)
+        opens = self._region()
+        if before is not None and opens == region.AS_AROUND:
+            opens = before.opens
+        outputs = policy.cast_model_outputs
+        # a validation loop may autocast by itself
+        only_eval = outputs is None and dtype is None and not self.casts_ops
+        return dataclasses.replace(
+            rule,
+            kept=kept,
+            outputs=outputs or torch.float32,
+            only_eval=only_eval,
+            enter=self._enter,
+            opens=opens,
+            sets_autocast=rule.sets_autocast or self._covers,
+            autocast=policy.autocast_dtype if self.casts_ops and rule.inputs is None else None,
+            is_model=policy.runs_16_bit,
+        )
+
+    def _let_types_meet(self, plain: Rule) -> dict[nn.Module, Rule]:
+        """Beside frozen 16-bit weights at O0: each module computes in the type of its own weights, as at the other levels."""
+        own = {module: next(module.parameters(recurse=False), None) for module in self._own_modules()}
+        types = {module: w.dtype for module, w in own.items() if w is not None and w.dtype in CASTABLE}
+        is_mixed = any(dtype in HALF_TYPES for dtype in types.values())
+        return {module: dataclasses.replace(plain, inputs=dtype) for module, dtype in types.items()} if is_mixed else {}
+
+    def _own_modules(self) -> Iterator[nn.Module]:
+        """Without those that are not touched, and what is in them."""
+        left = {id(inside) for m in self._modules() if isinstance(m, self._leave) for inside in m.modules()}
+        for module in self._modules():
+            if id(module) not in left and not isinstance(module, torch.jit.ScriptModule):
+                yield module
+
+    def _apply_to_states(self) -> None:
+        """Saved values are FP32, loaded ones reach the masters, and computed weights get the type of their module."""
+        dtype, cast_modules = self.policy.cast_model_type, set(self._cast_modules)
+        assert dtype is not None
+        for module in self._own_modules():
+            if module in cast_modules:
+                computed_weights.cast_in(module, dtype)
+                if isinstance(module, nn.RNNBase):
+                    module.flatten_parameters()
+            if any(True for _ in own_tensors(module)):
+                if module in cast_modules:
+                    exact = Fp32StateDict(module, self.policy.verbosity >= 1)
+                    module.register_state_dict_post_hook(exact)  # type: ignore[no-untyped-call]
+                hooks = LoadFp32()
+                module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..policy.levels import dtype_name
-from .find_hooks import has_hook
-from .state_dict_hooks import Fp32StateDict
+from .cast_module import holds_casts
 
 _wrapped: set[type] = set()
 # in this order: the attribute of transformers 4.56 and later, and the one before
@@ -40,7 +39,7 @@ def _saying_the_type(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, 'config', None)
-        if config is None or not any(has_hook(module, Fp32StateDict) for module in self.modules()):
+        if config is None or not holds_casts(self):
             return save(self, *args, **kwargs)
         # by position: save_directory, is_main_process, state_dict
         state = args[2] if len(args) > 2 else kwargs.get('state_dict')

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..policy.nested import HALF_TYPES
 from . import fp32_values
-from .cast_hooks import AmpHook, StayedBehind
-from .find_hooks import has_hook, is_cast, strip_hooks
+from .cast_module import is_cast, rule_of, take_off
+from .hooks import AmpHook, StayedBehind, strip_hooks
 from .modules import own_tensors
 
 logger = logging.getLogger('amp_wrapper')
@@ -144,11 +144,13 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
     pairs = [
         (mine, theirs)
         for module, source in zip(copied.modules(), original.modules())
-        if has_hook(source, Fp32StateDict)
+        if (rule := rule_of(source)) is not None and rule.casts
         for (_, mine), (_, theirs) in zip(own_tensors(module), own_tensors(source))
     ]
     had_hooks = is_cast(copied)
     strip_hooks(copied)
+    for module in copied.modules():
+        take_off(module)
     for mine, theirs in pairs:
         _become_fp32(mine, theirs)
     return had_hooks

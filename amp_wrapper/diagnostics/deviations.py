@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
 from ..engine.gradients.at_hand import gradients_at_hand
 from ..errors import AmpUsageError
-from ..torch_internals import first_pre_hook
 from .recorder import outputs_of
 from .sandbox import Sandbox
 
@@ -148,33 +148,28 @@ def _recorded(model: nn.Module) -> Iterator[list[Call]]:
     """The calls of all modules inside, but for those that a recomputed segment makes in the backward pass."""
     calls: list[Call] = []
     open_calls: list[tuple[nn.Module, tuple[Tensor, ...], bool]] = []
-    handles = []
+    names = {id(module): name for name, module in model.named_modules()}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = _floating_in((args, kwargs))
         open_calls.append((module, tuple(map(_sample, inputs)), _usual(inputs)))
 
-    def after(name: str) -> Callable[..., None]:
-        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            # those above it ended with an error that somebody caught
-            while open_calls:
-                opened, inputs, usual = open_calls.pop()
-                if opened is module:
-                    outputs = _floating_in(output)
-                    samples = tuple(map(_sample, outputs))
-                    calls.append(Call(name, inputs, samples, usual, _finite(outputs), _usual(outputs)))
-                    return
+    def after(module: nn.Module, output: Any) -> None:
+        _, inputs, usual = open_calls.pop()
+        # without an output, it ended with an error
+        if output is not None:
+            outputs = _floating_in(output)
+            samples = tuple(map(_sample, outputs))
+            calls.append(Call(names[id(module)], inputs, samples, usual, _finite(outputs), _usual(outputs)))
 
-        return see
-
+    watcher = Watcher(before, after)
     try:
-        for name, module in model.named_modules():
-            handles.append(first_pre_hook(module, before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after(name), with_kwargs=True))
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                watcher.watch(module)
         yield calls
     finally:
-        for handle in handles:
-            handle.remove()
+        watcher.remove()
 
 
 def run_pass(

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting.cast_hooks import AmpHook, StayedBehind
+from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
 from ..engine.parts import EngineParts
 from ..shards import local
-from ..torch_internals import first_pre_hook
 from .diagnosis import Diagnosis, complete
 from .monitor import low_precision
 from .recorder import StepRecord, outputs_of, tensors_of
@@ -71,19 +70,15 @@ class LiveWatch:
         self._gradients: list[_Entry] = []
         self._depth = 0
         self._weights = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._handles = []
-        for name, module in model.named_modules():
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._watcher = Watcher(self._begin, self._end)
+        for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                kind = class_name(module)
-                # before the casts of this package: what the script gave
-                self._handles.append(first_pre_hook(module, _AtInput(self, name, kind), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(_AtOutput(self, name, kind)))
-                self._handles.append(module.register_forward_hook(_AtEnd(self), always_call=True))
+                self._watcher.watch(module)
 
     def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        """Watch no longer."""
+        self._watcher.remove()
 
     def take(self) -> tuple[list[Seen], list[Seen]]:
         """What was seen since the last call, in the order in which it came: of the forward pass, what scripts gave and the
@@ -92,24 +87,26 @@ class LiveWatch:
         self._forward, self._gradients, self._depth = [], [], 0
         return found
 
-    def begin(self, name: str, kind: str, value: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called."""
-        if not self._depth:
-            given = [tensor for tensor in tensors_of(value) if _counts(tensor) and id(tensor) not in self._weights]
-            self._forward += [(name, kind, _largest(tensor), True) for tensor in given]
-        self._depth += 1
+        if torch.is_grad_enabled():
+            if not self._depth:
+                given = [t for t in tensors_of((args, kwargs)) if _counts(t) and id(t) not in self._weights]
+                self._forward += [(*self._called(module), _largest(tensor), True) for tensor in given]
+            self._depth += 1
 
-    def end(self) -> None:
+    def _end(self, module: nn.Module, output: Any) -> None:
         """A call of a module has ended, by an error or not."""
-        self._depth = max(self._depth - 1, 0)
+        if torch.is_grad_enabled():
+            self._depth = max(self._depth - 1, 0)
+            for tensor in outputs_of(output):
+                if _counts(tensor):
+                    self._forward.append((*self._called(module), _largest(tensor), False))
+                    if tensor.requires_grad and not tensor.is_leaf:
+                        tensor.register_hook(_AtGradient(self._gradients, *self._called(module)))  # type: ignore[no-untyped-call]
 
-    def see_output(self, name: str, kind: str, output: Any) -> None:
-        """A module has given something."""
-        for tensor in outputs_of(output):
-            if _counts(tensor):
-                self._forward.append((name, kind, _largest(tensor), False))
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(_AtGradient(self._gradients, name, kind))  # type: ignore[no-untyped-call]
+    def _called(self, module: nn.Module) -> tuple[str, str]:
+        return self._names[id(module)], class_name(module)
 
 
 class _AtGradient:
@@ -121,40 +118,6 @@ class _AtGradient:
     def __call__(self, gradient: Tensor) -> None:
         if _counts(gradient):
             self._entries.append((self._name, self._kind, _largest(gradient), False))
-
-
-class _WatchHook(AmpHook):
-    stays_behind = True
-
-    def __reduce__(self) -> tuple[type[StayedBehind], tuple[()]]:
-        return StayedBehind, ()
-
-
-class _AtInput(_WatchHook):
-    def __init__(self, watch: LiveWatch, name: str, kind: str) -> None:
-        self._watch, self._name, self._kind = watch, name, kind
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._watch.begin(self._name, self._kind, (args, kwargs))
-
-
-class _AtEnd(_WatchHook):
-    def __init__(self, watch: LiveWatch) -> None:
-        self._watch = watch
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._watch.end()
-
-
-class _AtOutput(_WatchHook):
-    def __init__(self, watch: LiveWatch, name: str, kind: str) -> None:
-        self._watch, self._name, self._kind = watch, name, kind
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._watch.see_output(self._name, self._kind, output)
 
 
 def _counts(tensor: Tensor) -> bool:

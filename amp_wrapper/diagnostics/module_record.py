@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..autocast import listening, state
-from ..autocast.call import CallRule
-from ..casting.cast_hooks import CastInputs, Fp32Inputs
+from ..casting import listening
+from ..casting.cast_module import Watcher, rule_of
+from ..casting.functions import CallRule
 from ..casting.kept_modules import BATCHNORM, LOSS, Kept, why_kept
 from ..casting.modules import is_batchnorm
-from ..casting.region_hooks import FP32, region_on
 from ..policy import Policy, dtype_name
 from ..policy.autocast_lists import HALF, OP_RULES, OpRule
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES
-from ..torch_internals import TorchDispatchMode, first_pre_hook, forward_pre_hooks
+from ..torch_internals import TorchDispatchMode
 from .op_tensors import numbers
 from .rounding import Gathering
 
@@ -150,6 +149,8 @@ class ModuleRecorder:
         self._is_forward = False
         # with ranges: their ops are none of the model
         self._is_busy = False
+        # whether a module's arguments or outputs are being cast
+        self._casts = False
         self._thread = threading.get_ident()
         self._stack: list[str] = []
         self._told: list[tuple[Any, Any]] = []
@@ -175,12 +176,10 @@ class ModuleRecorder:
             kept = self.records[above].kept if above in self.records else None
             if kept is not None:
                 return kept
-        hooks = forward_pre_hooks(module).values()
-        casts_up = any(
-            isinstance(h, CastInputs) and not isinstance(h, Fp32Inputs) and h.dtype is torch.float32 for h in hooks
-        )
+        rule = rule_of(module)
+        casts_up = self.policy.runs_16_bit and rule is not None and rule.inputs is torch.float32
         stays = self.policy.casts_model and self.policy.keep_batchnorm_fp32 and is_batchnorm(module)
-        if stays or casts_up or region_on(module, FP32) is not None:
+        if stays or casts_up:
             return why_kept(module, name, self.policy)
         return None
 
@@ -192,9 +191,11 @@ class ModuleRecorder:
                 self._stack.append(name)
                 record.calls += 1
                 _note(record.given, numbers((args, kwargs)))
+                self._casts = True
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_forward:
+                self._casts = False
                 tensors = numbers((args, kwargs))
                 _note(record.inputs, tensors)
                 self._measure(record, 'inputs', tensors)
@@ -204,22 +205,23 @@ class ModuleRecorder:
             if self._is_forward:
                 _note(record.outputs, tensors)
                 self._measure(record, 'outputs', tensors)
+                self._casts = True
             for tensor in tensors:
                 if tensor.requires_grad:
                     # also in a segment that runs again: the graph of its first run is gone, where that had one
                     tensor.register_hook(lambda gradient: self._gradient(record, gradient))  # type: ignore[no-untyped-call]
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, output: Any) -> None:
             if self._is_forward:
+                self._casts = False
                 _note(record.handed, numbers(output))
                 # a module whose call has failed leaves those below it open
                 while self._stack and self._stack.pop() != name:
                     pass
 
-        first_pre_hook(module, enter, with_kwargs=True)
+        Watcher(enter, leave).watch(module)
         module.register_forward_pre_hook(begin, with_kwargs=True)
         module.register_forward_hook(end, prepend=True)
-        module.register_forward_hook(leave, always_call=True)
 
     def _measure(self, record: ModuleRecord, key: str, tensors: Sequence[Tensor]) -> None:
         if self._measures:
@@ -276,7 +278,7 @@ class ModuleRecorder:
                 if self._call is not None and inputs[0].dtype in HALF_TYPES:
                     self._call.raised = True
             return
-        if not inputs or state.thread.is_casting or name in _NO_COMPUTATION or _is_view(inputs, outputs):
+        if not inputs or self._casts or name in _NO_COMPUTATION or _is_view(inputs, outputs):
             return
         types = list(dict.fromkeys(tensor.dtype for tensor in inputs))
         widest = types[0]

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..casting.cast_hooks import AmpHook, StayedBehind
+from ..casting.cast_module import Watcher
 from ..engine.parts import EngineParts
 from ..policy.nested import map_tensors
-from ..torch_internals import first_pre_hook
 
 #: Forward calls of one step that are kept, the last ones.
 MOST_CALLS = 32
@@ -157,22 +155,27 @@ class Recorder:
     Under ``torch.compile`` nothing is recorded of calls that are part of a graph.
 
     Args:
-        models: Not wrapped. Their calls are recorded, and once a step had none, direct calls of their children: hooks below a
-            model cost more than those of the model. Of several, names begin with the place of the model in the list.
+        models: Not wrapped. Their calls are recorded, and once a step had none, direct calls of their children: to watch what is
+            below a model costs more. Of several, names begin with the place of the model in the list.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.step = StepRecord()
         self._depth = _Depth()
-        self._handles: list[RemovableHandle] = []
+        self._watchers: list[Watcher] = []
         self._models = {str(index) if len(models) > 1 else '': model for index, model in enumerate(models)}
         self._has_children = False
         for front, model in self._models.items():
             self._watch(front, model)
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        self._handles.append(first_pre_hook(module, _Enter(self, name), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_Leave(self), always_call=True))
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.enter(name, args, kwargs)
+
+        def leave(module: nn.Module, output: Any) -> None:
+            self.leave(output)
+
+        self._watchers.append(Watcher(enter, leave).watch(module))
 
     def watch_children(self) -> bool:
         """Record direct calls of the models' children, too, from now on. Whether that is new."""
@@ -184,10 +187,10 @@ class Recorder:
         return is_new
 
     def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Watch no longer."""
+        for watcher in self._watchers:
+            watcher.remove()
+        self._watchers.clear()
         self.step = StepRecord()
 
     def next_step(self) -> StepRecord:
@@ -250,33 +253,6 @@ class _Keep:
         kept = self._call.gradients.setdefault(place, {})
         before = kept.get(self._place)
         kept[self._place] = gradient if before is None else before + gradient
-
-
-class _RecorderHook(AmpHook):
-    """Base of the hooks, which neither copies of a model have nor files."""
-
-    stays_behind = True
-
-    def __reduce__(self) -> tuple[type[StayedBehind], tuple[()]]:
-        return StayedBehind, ()
-
-
-class _Enter(_RecorderHook):
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            self._recorder.enter(self._name, args, kwargs)
-
-
-class _Leave(_RecorderHook):
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._recorder.leave(output)
 
 
 def _children(model: nn.Module, front: str) -> Iterator[tuple[str, nn.Module]]:

@@ -16,7 +16,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting.find_hooks import strip_hooks
+from ..casting import cast_module, region
+from ..casting.hooks import strip_hooks
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import eager
@@ -116,6 +117,7 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     _rebind_functions(inner, copied, memo)
     strip_hooks(copied)
     for module in copied.modules():
+        cast_module.take_off(module)
         for hooks in hooks_of(module)[:2]:
             for key, hook in list(hooks.items()):
                 hooks[key] = _rebound(hook, memo, is_deep=True)
@@ -266,6 +268,7 @@ def isolated() -> Iterator[None]:
         stack.enter_context(alone())
         stack.enter_context(eager())
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(region.outside())
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield

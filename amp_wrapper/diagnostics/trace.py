@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
-from ..torch_internals import TorchDispatchMode, current_node, first_pre_hook, graph_task_id, writes_in_place
+from ..torch_internals import TorchDispatchMode, current_node, graph_task_id, writes_in_place
 from .op_tensors import (
     LOGS,
     elements,
@@ -81,7 +82,7 @@ class BadOp:
         has_nan: Whether it gave NaN.
         nonfinite: How many elements of its output are not finite.
         shape: Of the output.
-        dtype: Of the output.
+        dtype: Of the output; of what it was given, before casts, where there is a reason.
         came_in: The earlier ones whose results it was given.
         inputs: The ranges of its floating inputs, where all of them were finite.
         dtypes_in: Types of its floating inputs.
@@ -173,6 +174,7 @@ class _Known:
     module: str
     op: str
     source: str
+    cast_from: torch.dtype | None = None
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -194,16 +196,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins = {memory_of(tensor): f'input {index}' for index, tensor in enumerate(inputs)}
         self._origins |= {memory_of(tensor): name for name, tensor in named_tensors(model)}
         self._weights = {memory_of(tensor) for _, tensor in named_tensors(model)}
-        self._handles = []
-        for name, module in model.named_modules():
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._watcher = Watcher(self._enter, self._leave)
+        for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._handles.append(first_pre_hook(module, self._entering(name), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+                self._watcher.watch(module)
 
     def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        """Watch no longer."""
+        self._watcher.remove()
 
     def bad_of(self, tensor: Tensor) -> BadOp | None:
         """What gave a tensor its infinities or NaN; None where it has none."""
@@ -213,31 +214,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for tensor in tensors_of((args, kwargs)):
-                # made in the module around this one
-                _label(tensor.grad_fn, self._stack[-1])
-            self._given[name] = [
-                bad for tensor in tensors_of((args, kwargs)) if (bad := self.bad_of(tensor)) is not None
-            ]
-            self._stack.append(name)
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name, tensors = self._names[id(module)], tensors_of((args, kwargs))
+        for tensor in tensors:
+            # made in the module around this one
+            _label(tensor.grad_fn, self._stack[-1])
+        self._given[name] = [bad for tensor in tensors if (bad := self.bad_of(tensor)) is not None]
+        self._stack.append(name)
 
-        return enter
-
-    def _leaving(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            while len(self._stack) > 1 and self._stack.pop() != name:
-                pass
-            found = outputs_of(output)
-            for tensor in found:
-                _label(tensor.grad_fn, name)
-            ranges = added(measure_one(tensor) for tensor in found if tensor.layout is torch.strided)
-            if found:
-                kind = class_name(module)
-                self.outputs.append(ModuleOutput(name, kind, found[0].dtype, ranges.largest, ranges.nonfinite))
-
-        return leave
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        name = self._names[id(module)]
+        while len(self._stack) > 1 and self._stack.pop() != name:
+            pass
+        found = outputs_of(output)
+        for tensor in found:
+            _label(tensor.grad_fn, name)
+        ranges = added(measure_one(tensor) for tensor in found if tensor.layout is torch.strided)
+        if found:
+            kind = class_name(module)
+            self.outputs.append(ModuleOutput(name, kind, found[0].dtype, ranges.largest, ranges.nonfinite))
 
     def _module_here(self) -> tuple[str, str, str]:
         """Phase, module and node of what runs now."""
@@ -262,6 +257,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase, module, node = self._module_here()
         for tensor in written:
             key = memory_of(tensor)
+            made = self._memory.get(memory_of(args[0])) if name == 'aten._to_copy' else None
+            if made is not None and not is_bad(tensor):
+                # a cast goes on as what it was made of
+                self._memory[key] = dataclasses.replace(made, cast_from=args[0].dtype)
+                continue
             if _bare(name) in _EMPTY or not is_bad(tensor):
                 if not (key in given and (not in_place or is_part(tensor))):
                     self._memory[key] = _Known(None, module, name, _source())
@@ -285,7 +285,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.came_in += [self._source_of(each, phase) for each in bad]
             found.dtypes_in = [each.dtype for each in before]
             found.reason = reason_of(_bare(name), (*args, *(kwargs or {}).values()), found.has_nan, bool(found.came_in))
-            found.makers = [known.op for each in before if (known := self._memory.get(memory_of(each))) is not None]
+            makers = [known for each in before if (known := self._memory.get(memory_of(each))) is not None]
+            found.makers = [known.op for known in makers]
+            if found.reason:
+                # what it was given was rounded before
+                found.dtype = next((known.cast_from for known in makers if known.cast_from), found.dtype)
             if before and memory_of(before[0]) not in self._weights:
                 found.reads = self._origins.get(memory_of(before[0]), '')
             if not found.came_in:

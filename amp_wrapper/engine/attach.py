@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import fsdp_internals
-from ..autocast import regions
-from ..casting import given_weights, ownership, roots
+from ..casting import cast_module, given_weights, hooks, ownership, roots
 from ..casting.cast_handle import CastHandle
-from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
 from ..casting.modules import module_device
 from ..casting.plan import CastPlan
@@ -67,7 +65,7 @@ def attach_model(
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
     if optimizer is not None and policy.casts_model:
-        copies_are_fp32([root for _, root in plan.roots])
+        _copies_are_fp32([root for _, root in plan.roots])
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in plan.parameters:
             logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
@@ -108,7 +106,7 @@ def attach_parts(
         _watch_shards(engine, models)
         begin(engine, models[0] if models else None)
     if engines and policy.casts_model:
-        copies_are_fp32(models)
+        _copies_are_fp32(models)
     return handle
 
 
@@ -129,8 +127,6 @@ def detach_model(parts: EngineParts) -> None:
     """Take the hooks off and give back FP32 weights; see :meth:`AmpEngine.detach`."""
     if parts.is_accumulating and parts.policy.enabled:
         raise AmpUsageError('detach() in the middle of an accumulation would lose its gradients: step() first.')
-    # what an interrupted forward call left open
-    regions.unwind_stale()
     params = parts.params
     casts = parts.casts is not None and parts.casts.casts
     params.synchronise()
@@ -234,7 +230,6 @@ def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
 def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
     """After the cast."""
     optimizer, policy = parts.optimizer, parts.policy
-    parts.op_set = plan.ops
     if plan.rounded and optimizer is not None and (parts.params.have_fp32_values or plan.raised):
         # of weights that are FP32 from now on, here or as masters
         _state_to_fp32(optimizer)
@@ -310,6 +305,15 @@ def check_once(engine: EngineParts, names: Mapping[int, str]) -> None:
             f'{type(engine.optimizer).__name__} has parameters twice ({some(twice)}): give it each of them once, such as '
             f'{{id(p): p for p in parameters}}.values().'
         )
+
+
+def _copies_are_fp32(models: Iterable[nn.Module]) -> None:
+    """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any."""
+    for model in models:
+        hooks.drop_in_copies([model])
+        for module in model.modules():
+            if cast_module.rule_of(module) is not None:
+                vars(module)['_amp_trained'] = True
 
 
 def _state_to_fp32(optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import fp32_values
-from ..casting.find_hooks import is_cast
+from ..casting.cast_module import is_cast
 from ..errors import AmpUsageError
 from ..policy.nested import HALF_TYPES
 from .buffers.living import averaging

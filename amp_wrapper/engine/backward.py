@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals
-from ..autocast import patching
 from ..errors import AmpUsageError
 from .buffers import living
 from .buffers import users as buffer_users
@@ -81,9 +80,6 @@ class BackwardPass:
         if self.others:
             self._rescaling = self._rescale_elsewhere(stack)
         self._flags = [engine.overflow.new() if engine.scales.check else None for engine in self.engines]
-        if self.first.op_set is not None:
-            # checkpointed segments are recomputed in there
-            stack.enter_context(patching.in_backward(self.first.op_set.keys))
         self._unscale_on_exit(stack, averaged)
         self._tell_buffers = stack.enter_context(buffer_users.backward(self.engines))
 
@@ -300,25 +296,19 @@ class SimplePass:
         engine: Whose loss it is.
     """
 
-    __slots__ = ('_context', '_engine')
+    __slots__ = ('_engine',)
 
     def __init__(self, engine: EngineParts) -> None:
         self._engine = engine
-        # checkpointed segments are recomputed in there
-        self._context = None if engine.op_set is None else patching.in_backward(engine.op_set.keys)
 
     def __enter__(self) -> None:
         self._engine.gradients.begin()
         if self._engine.shard_gradients is not None:
             self._engine.shard_gradients.begin()
-        if self._context is not None:
-            self._context.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._context is not None:
-            self._context.__exit__(kind, error, trace)
         if self._engine.shard_gradients is not None:
             self._engine.shard_gradients.end()
         if kind is None:

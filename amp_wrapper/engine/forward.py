@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..autocast import regions
-from ..casting import roots
+from ..casting import region, roots
 from ..casting.modules import module_device
-from ..casting.region_hooks import autocast_context
 from ..compiler_internals import eager_block
 from ..errors import AmpError, AmpUsageError
+from ..policy import said_once
 from .parts import EngineParts
 
 
@@ -39,21 +38,20 @@ def prepare(parts: EngineParts, model: nn.Module) -> None:
 @contextmanager
 def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
     """Around a forward call; see :meth:`AmpEngine.forward_context`."""
-    dtype = parts.policy.autocast_dtype if parts.policy.enabled else None
-    context = autocast_context(module_device(model).type, dtype)
-    # what an interrupted validation left open
-    regions.unwind_stale()
-    before = regions.count()
+    policy = parts.policy
+    kind = region.AS_AROUND
+    if policy.runs_16_bit:
+        kind = region.OPERANDS if policy.casts_model else region.REGISTRY
+    before = said_once.speaks(policy.verbosity >= 1)
     try:
-        if parts.op_set is not None or context is not None:
-            # for models whose train_step does not call them
-            regions.enter(None if parts.op_set is None else parts.op_set.keys, autocast=context)
-        yield
+        # for models whose train_step does not call them
+        with region.opened(kind, module_device(model).type, policy.autocast_dtype if policy.enabled else None):
+            yield
     except RuntimeError as error:
         _explain(parts, error, model)
         raise
     finally:
-        regions.unwind(before)
+        said_once.speaks(before)
 
 
 def _explain(parts: EngineParts, error: RuntimeError, model: nn.Module) -> None:

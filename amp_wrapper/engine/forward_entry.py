@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..casting import fp32_values
-from ..casting.cast_hooks import AmpHook, CastInputs
+from ..casting.cast_module import CastModule
+from ..casting.hooks import AmpHook
 from ..casting.masters import Fp32Masters
 from ..compiler_internals import constant_when_traced, traced_as
 from ..torch_internals import first_pre_hook, forward_pre_hooks
@@ -82,9 +83,7 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
             first_pre_hook(root, hook)
         hook.followed.append(ref(masters))
         for module in root.modules():
-            if any(fp32_values.master_of(weight) is not None for weight in module.parameters(recurse=False)):
-                for own in forward_pre_hooks(module).values():
-                    if isinstance(own, CastInputs):
-                        # where somebody calls the module directly
-                        own.follows_masters = True
-                        own.follower = ref(hook)
+            has_masters = any(fp32_values.master_of(weight) is not None for weight in module.parameters(recurse=False))
+            if has_masters and isinstance(module, CastModule):
+                # where somebody calls the module directly
+                vars(module)['_amp_follower'] = ref(hook)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..autocast.op_set import OpSet
 from ..casting import cast_handle, roots, split_masters
 from ..casting.param_pairs import ParamPairs, StepLists
 from ..checkpoint.format import SavedAmp
@@ -81,7 +80,6 @@ class EngineParts:
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch, block_watch: Warn of gradients that did not come from ``amp.scale_loss``, or are clipped before; or None.
         casts: The handle that takes the casts off the model; None without.
-        op_set: The registered functions that the model can reach.
         label, observers: What log lines call this engine, where there are several; what watches its steps.
     """
 
@@ -112,7 +110,6 @@ class EngineParts:
         self.pass_watch: PassWatch | None = None
         self.block_watch: BlockWatch | None = None
         self.casts: cast_handle.CastHandle | None = None
-        self.op_set: OpSet | None = None
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None
         #: Backward passes of other optimizers' losses that are under way, and their gradients at our parameters.
@@ -136,7 +133,7 @@ class EngineParts:
         if self.shard_gradients is not None:
             self.shard_gradients.remove()
         self.params = ParamPairs(self.optimizer)
-        self.shard_gradients = self.buffers = self.casts = self.op_set = None
+        self.shard_gradients = self.buffers = self.casts = None
         self.stage = Stage.DETACHED
 
     def __repr__(self) -> str:

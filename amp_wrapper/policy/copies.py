@@ -34,7 +34,7 @@ class Copies:
         sources: frozenset[torch.dtype] = CASTABLE,
         within: Sequence[Copies] = (),
     ) -> None:
-        self._target, self._sources, self._within = target, sources, within
+        self.target, self._sources, self._within = target, sources, within
         # by the id of a tensor, in graphs by number: itself, its copy, and by what to see whether that was written to
         self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         self._rebuilt: Rebuilt = {}
@@ -42,18 +42,18 @@ class Copies:
     def cast(self, value: Any) -> Any:
         """``value``, any nesting, with copies of the tensors that have to be cast; itself where there are none."""
         if torch.compiler.is_dynamo_compiling():
-            needed = has_to_cast(value, self._target, self._sources, None)
+            needed = has_to_cast(value, self.target, self._sources, None)
             return map_in_graph(self._cast, value, None, self._rebuilt) if needed else value
         return map_tensors(self._cast, value, rebuilt=self._rebuilt)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         # the comparison is cheaper than the set lookup, and most tensors have the type already
-        if tensor.dtype is self._target or tensor.dtype not in self._sources:
+        if tensor.dtype is self.target or tensor.dtype not in self._sources:
             return tensor
         known = self._known(tensor)
         if known is None:
             exact = self._exact(tensor)
-            if exact.dtype is self._target:
+            if exact.dtype is self.target:
                 known = (tensor, exact, None if torch.compiler.is_dynamo_compiling() else _version(exact))
             else:
                 made = self._copy(exact)
@@ -64,14 +64,14 @@ class Copies:
     def _copy(self, tensor: Tensor) -> Tensor:
         is_first = not self._tensors
         if torch.compiler.is_dynamo_compiling():
-            return _rounded(tensor, self._target, is_first)
+            return _rounded(tensor, self.target, is_first)
         if torch.is_inference_mode_enabled():
             # a tensor of inference does not count what is written to it
             with torch.inference_mode(False), torch.no_grad():
-                made = _rounded(tensor, self._target, is_first)
+                made = _rounded(tensor, self.target, is_first)
         else:
-            made = _rounded(tensor, self._target, is_first)
-        if self._target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
+            made = _rounded(tensor, self.target, is_first)
+        if self.target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
             # activations would live as long as their copies
             keep_original(made, tensor)
         return made
@@ -106,13 +106,17 @@ class Copies:
 
     def clamped(self) -> bool:
         """Whether a tensor had finite numbers beyond the range of the type that are its largest in the copy. Syncs."""
-        limit = torch.finfo(self._target).max
+        limit = torch.finfo(self.target).max
         pairs = [(tensor, made) for tensor, made, _ in self._tensors.values() if tensor.layout is torch.strided]
         return any(
             bool((tensor.isfinite() & (tensor.abs() > limit) & made.isfinite()).any())
             for tensor, made in pairs
-            if not tensor.is_meta and not tensor.is_nested and tensor.dtype is not self._target
+            if not tensor.is_meta and not tensor.is_nested and tensor.dtype is not self.target
         )
+
+    def written(self) -> list[tuple[Tensor, Tensor]]:
+        """What was written to since it was cast: (tensor, its copy)."""
+        return [(tensor, made) for tensor, made, before in self._tensors.values() if _was_written(made, before)]
 
     def write_back(self, result: Any = None) -> Any:
         """Let what was written to copies reach the originals.
@@ -120,7 +124,7 @@ class Copies:
         Returns:
             ``result`` with the caller's tensors in place of copies that were written to.
         """
-        written = [(tensor, made) for tensor, made, before in self._tensors.values() if _was_written(made, before)]
+        written = self.written()
         for tensor, made in written:
             if tensor.shape == made.shape:
                 value = _unrounded(made, tensor)

@@ -105,6 +105,18 @@ def map_tensors(
     return value if enter is None else enter(function, value)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors inside ``value``, in any nesting that :func:`map_tensors` enters, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
 def _noted(value: Any, result: Any, rebuilt: Rebuilt | None) -> Any:
     if rebuilt is not None:
         rebuilt[key_in(rebuilt, value)] = (value, result, held_by(result))

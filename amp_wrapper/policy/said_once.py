@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 
@@ -10,6 +11,25 @@ from ..compiler_internals import constant_when_traced
 
 logger = logging.getLogger('amp_wrapper')
 _said: set[str] = set()
+
+
+class _Thread(threading.local):
+    # whether what runs may warn: a model with verbosity=0 may not
+    speaks = False
+
+
+_thread = _Thread()
+
+
+@constant_when_traced
+def speaks(may: bool) -> bool:
+    """Say whether what runs on this thread from now on may warn.
+
+    Returns:
+        What was so before.
+    """
+    before, _thread.speaks = _thread.speaks, may
+    return before
 
 
 def begin() -> None:
@@ -30,7 +50,7 @@ def warn_once(text: str, kind: str = '') -> bool:
         text: Of the warning.
         kind: What counts as the same warning; the text itself by default.
     """
-    if (kind or text) not in _said:
+    if _thread.speaks and (kind or text) not in _said:
         _said.add(kind or text)
         logger.warning('amp: %s', text)
     return True

@@ -180,7 +180,6 @@ def test_second_derivative_of_an_autograd_function_is_refused() -> None:
         torch.autograd.grad(result.sum(), x, create_graph=True)
 
 
-@pytest.mark.xfail(strict=True, reason='casting')
 def test_function_that_writes_into_a_16_bit_argument_is_refused() -> None:
     with pytest.raises(AmpUsageError, match='written'):
         called('O5', 'written', lambda x: written(x.detach()))

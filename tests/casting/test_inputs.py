@@ -213,7 +213,6 @@ def test_writes_before_an_exception_are_there(level: str, door: str, is_caught: 
     assert held() is None
 
 
-@pytest.mark.xfail(strict=True, reason='casting')
 @pytest.mark.parametrize('level', CAST)
 def test_writes_before_an_exception_in_a_model_that_has_weights_itself_are_there(level: str) -> None:
     model, aux = initialized(Weighs(fail).eval(), level), {'calls': torch.zeros(4)}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import ddp_internals, torch_internals
-from ...casting.cast_hooks import AmpHook
+from ...casting.hooks import AmpHook
 from ...compiler_internals import never_compiled
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']

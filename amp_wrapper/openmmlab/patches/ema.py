@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ... import fsdp_internals
 from ...casting import fp32_values
-from ...casting.find_hooks import is_cast
+from ...casting.cast_module import is_cast
 from ...casting.state_dict_hooks import restore_fp32_copy
 from ...checkpoint import names
 from ...engine import averages

@@ -1,1 +1,0 @@
-"""The rules of autocast and of the FP32 registry inside a forward pass."""

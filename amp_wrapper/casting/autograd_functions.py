@@ -1,0 +1,95 @@
+"""Runs ``forward`` of autograd Functions of the FP32 registry in FP32; autograd records nothing inside of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import torch_internals
+from ..errors import AmpConfigError, AmpUsageError
+from ..policy.copies import Copies
+from ..policy.nested import HALF_TYPES, cast_tensors, tensors_in
+from . import kernels, listening, region
+
+if TYPE_CHECKING:
+    from .functions import Rules
+
+_IN_FP32 = '_amp_wrapper_fp32'
+
+
+def wrap(cls: Any, rules: Rules) -> None:
+    """Let ``cls`` run by rules in regions, once and for good: nobody keeps a reference to ``forward``.
+
+    Args:
+        cls: A subclass of :class:`torch.autograd.Function`.
+        rules: Those of the registry and of configurations.
+
+    Raises:
+        AmpConfigError: It has ``setup_context``, of whose arguments there are no FP32 copies.
+    """
+    if cls.setup_context is not torch.autograd.Function.setup_context:
+        raise AmpConfigError(
+            [
+                f'fp32_ops={cls.__module__}.{cls.__qualname__!r}: a Function with setup_context() cannot be given FP32 copies of '
+                f'its arguments. Name the function that calls its apply().'
+            ]
+        )
+    forward = cls.forward
+
+    @functools.wraps(forward)
+    def in_fp32(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        op = rules.op
+        if op is None or not region.is_open():
+            return forward(ctx, *args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        on, narrow = kernels.autocast_devices(op, tensors), kernels.is_narrow(op, tensors)
+        copies = Copies(torch.float32, HALF_TYPES)
+        if narrow:
+            args, kwargs = copies.cast(args), copies.cast(kwargs)
+            _watch(ctx)
+        with listening.told(op, forward), kernels.AutocastOff(on):
+            result = forward(ctx, *args, **kwargs)
+        if not narrow:
+            return result
+        given = kernels.narrowed(op, tensors, copies.write_back(result), bool(on))
+        _mark_again(ctx, copies, result, given)
+        return given
+
+    cls.forward = staticmethod(in_fp32)
+
+
+def _mark_again(ctx: Any, copies: Copies, result: Any, given: Any) -> None:
+    """Call ``mark_dirty`` and ``mark_non_differentiable`` again, for the tensors in the place of copies and of FP32 results."""
+    if ctx.dirty_tensors:
+        ctx.mark_dirty(*copies.originals(tuple(ctx.dirty_tensors)))
+    marked = {id(tensor) for tensor in ctx.non_differentiable or ()}
+    if marked and given is not result:
+        pairs = zip(result, given) if isinstance(result, tuple) else [(result, given)]
+        ctx.mark_non_differentiable(*(new for old, new in pairs if id(old) in marked))
+
+
+def _watch(ctx: Any) -> None:
+    """Let gradients meet FP32 in this graph. ``backward`` stays wrapped, since a graph may outlive every forward pass."""
+    setattr(ctx, _IN_FP32, True)
+    cls = torch_internals.function_of(ctx)
+    backward = cls.backward
+    if hasattr(backward, _IN_FP32):
+        return
+
+    @functools.wraps(backward)
+    def in_fp32(ctx: Any, *gradients: Any) -> Any:
+        if getattr(ctx, _IN_FP32, False):
+            if torch.is_grad_enabled():
+                raise AmpUsageError(
+                    f'backward(create_graph=True) through {cls.__module__}.{cls.__qualname__}, which runs in FP32 with '
+                    f'copies of its 16-bit inputs: its second derivative would be lost. Cast its inputs with .float() '
+                    f'before calling it, or keep the module that calls it in FP32 (keep_fp32=[...]).'
+                )
+            gradients = cast_tensors(gradients, torch.float32, HALF_TYPES)
+        # autograd casts what comes back to the types of the inputs
+        return backward(ctx, *gradients)
+
+    setattr(in_fp32, _IN_FP32, True)
+    cls.backward = staticmethod(in_fp32)

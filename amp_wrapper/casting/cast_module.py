@@ -1,0 +1,429 @@
+"""What a cast does to a module: its class becomes one that casts around each call, as ``fully_shard`` makes one that gathers.
+
+A class, and no hooks: torch calls a module with hooks in a slower way, does not look at hooks before it takes a compiled graph,
+and closes nothing of theirs after an interrupt.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import FunctionType
+from typing import Any
+from weakref import ReferenceType, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_internals
+from ..compiler_internals import constant_when_traced
+from ..errors import AmpUsageError, ScriptingError
+from ..policy import said_once
+from ..policy.copies import Copies
+from ..policy.fp32_registry import FP32_METHODS
+from ..policy.levels import dtype_name
+from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject, cast_tensors, tensors_in
+from . import fp32_values, functions, kernels, region, type_errors
+
+#: Outputs go back to the 16-bit type that the caller came with.
+CALLER = 'caller'
+#: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
+ENTRY_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference', *FP32_METHODS)
+
+_FLOAT32 = frozenset({torch.float32})
+#: Attributes that copies go without: that the module belongs to an attached model; to one that is trained with 16-bit weights,
+#: of which deep copies are FP32; what lets weights follow their masters; and that the next call looks for numbers beyond the range; who watches.
+_OF_THE_ORIGINAL = ('_amp_attached', '_amp_trained', '_amp_follower', '_amp_first', '_amp_watchers')
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a call of a module does. By default, nothing.
+
+    Attributes:
+        inputs: Floating arguments become this type; None leaves them.
+        sources: The types that are cast.
+        kept: Arguments that stay as they were before a module around this one cast them: their names, and their places in
+            ``args``; -1 for those that are given by name alone.
+        outputs: Floating outputs become this type; :data:`CALLER`; None leaves them.
+        only_eval: Whether a module in training mode leaves them.
+        clamps: Whether finite outputs beyond the range of the type become its largest.
+        enter: Casts tensors inside outputs of a framework's own kind.
+        opens: What the region of a call lets act, such as :data:`.region.TABLES`.
+        entry: The same, of a method in :data:`ENTRY_METHODS` that is called outside of any region.
+        outermost: Whether a call does anything only where no region is open.
+        sets_autocast: Whether a call decides about autocast.
+        autocast: Its type; None for off.
+        warning: Given where the first argument is 16-bit.
+        is_model: Whether the module is a whole model: says whether its calls may warn, and explains errors about types.
+        level: The opt level of the model.
+        speaks: Whether calls of the model may warn.
+        casts: Whether the weights of the model are 16-bit.
+    """
+
+    inputs: torch.dtype | None = None
+    sources: frozenset[torch.dtype] = CASTABLE
+    kept: tuple[tuple[str, int], ...] = ()
+    outputs: torch.dtype | str | None = None
+    only_eval: bool = False
+    clamps: bool = False
+    enter: EnterObject | None = None
+    opens: str = region.AS_AROUND
+    entry: str = region.AS_AROUND
+    outermost: bool = False
+    sets_autocast: bool = False
+    autocast: torch.dtype | None = None
+    warning: str = ''
+    is_model: bool = False
+    level: str = ''
+    speaks: bool = False
+    casts: bool = False
+
+    def copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Copies | None:
+        """What casts the arguments of a call; None where none of them has to be cast."""
+        if self.inputs is None and not self.kept:
+            return None
+        dtype = self.inputs
+        # the usual case, tensors of the right type and a few flags, must cost next to nothing
+        for values in (args, kwargs.values()):
+            for value in values:
+                if isinstance(value, Tensor) and value.dtype is dtype:
+                    continue
+                if value is not None and not isinstance(value, (bool, int, float, str)):
+                    within = tuple(_traced) if torch.compiler.is_dynamo_compiling() else ()
+                    return Copies(dtype or torch.float32, self.sources if dtype else frozenset(), within)
+        return None
+
+    def cast(self, copies: Copies, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call as its module gets them."""
+        if not self.kept:
+            return copies.cast(args), copies.cast(kwargs)
+        kept = dict(self.kept)
+        places = list(kept.values())
+        return (
+            tuple([copies.exact(v) if place in places else copies.cast(v) for place, v in enumerate(args)]),
+            {name: copies.exact(value) if name in kept else copies.cast(value) for name, value in kwargs.items()},
+        )
+
+
+#: Of the calls that are becoming part of a graph, the outermost first: what has cast their arguments.
+_traced: list[Copies] = []
+
+
+class Watcher:
+    """Is told of the calls of a module, outside of its casts: what it is given, and what its caller gets. Not in graphs.
+
+    Args:
+        enter: Called with the module, ``args`` and ``kwargs`` before a call.
+        leave: Called with the module and the output; None after an exception.
+    """
+
+    def __init__(
+        self, enter: Callable[[nn.Module, Any, Any], object], leave: Callable[[nn.Module, Any], object]
+    ) -> None:
+        self.enter, self.leave = enter, leave
+        # a module holds this, and must not wait for the garbage collector
+        self._modules: WeakSet[nn.Module] = WeakSet()
+
+    def watch(self, module: nn.Module) -> Watcher:
+        """Be told of calls of a module from now on; no ScriptModule."""
+        if not isinstance(module, CastModule):
+            module.__class__ = _class_for(type(module))
+        vars(module)['_amp_watchers'] = (*vars(module).get('_amp_watchers', ()), self)
+        self._modules.add(module)
+        return self
+
+    def remove(self) -> None:
+        """Be told no longer."""
+        for module in self._modules:
+            others = tuple(each for each in vars(module).pop('_amp_watchers', ()) if each is not self)
+            if others:
+                vars(module)['_amp_watchers'] = others
+            elif rule_of(module) is None:
+                take_off(module)
+        self._modules.clear()
+
+
+class CastModule(nn.Module):
+    """Stands before the class of a module that is cast."""
+
+    _amp: Rule | None = None
+    #: Lets the weights of the whole model follow their masters; for modules that are called by themselves.
+    _amp_follower: ReferenceType[Any] | None = None
+    _amp_watchers: tuple[Watcher, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module by its rule."""
+        # torch.compile fails over super() inside of blocks
+        call = super().__call__
+        if self._amp_watchers and not torch.compiler.is_compiling():
+            return _watched(self, call, args, kwargs)
+        return _by_rule(self, call, args, kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Refuses half(), float(), to(dtype) and their like, and moves masters with their weights."""
+        if self._amp is not None and '_amp_attached' in vars(self):
+            _refuse_conversion(self, fn, self._amp.level)
+        result = super()._apply(fn, recurse)
+        for weight in self._parameters.values():
+            if weight is not None:
+                fp32_values.follow_device(weight)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        inherited = getattr(super(), '__deepcopy__', None)
+        memo[id(self._amp)] = self._amp
+        if inherited is not None:
+            copied: nn.Module = inherited(memo)
+        else:
+            make, words, state = self.__reduce_ex__(4)[:3]  # type: ignore[misc]
+            copied = memo[id(self)] = make(*words)  # type: ignore[operator]
+            copied.__setstate__(copy.deepcopy(state, memo))
+        if '_amp_trained' in vars(self):
+            take_off(copied)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, words, *rest = super().__reduce_ex__(protocol)
+        if make is not copyreg.__newobj__ or words[0] is not type(self):  # type: ignore[attr-defined]
+            return make, words, *rest
+        state = {name: value for name, value in rest[0].items() if name not in _OF_THE_ORIGINAL}
+        return _rebuild, (base_of(type(self)), *words[1:]), state, *rest[1:]
+
+    def __prepare_scriptable__(self) -> Any:
+        raise ScriptingError(
+            'torch.jit.script cannot compile the casts of a model that mixed precision is attached to. Write '
+            'torch.jit.trace(model, example), which records them, or load model.state_dict() into a new FP32 model and script '
+            'that one.'
+        )
+
+    @constant_when_traced
+    def _is_traced(self) -> bool:
+        follower = None if self._amp_follower is None else self._amp_follower()
+        if follower is not None:
+            follower.is_traced()
+        return True
+
+
+def _watched(module: CastModule, call: Any, args: Any, kwargs: Any) -> Any:
+    """A call that others watch from outside of its casts."""
+    watchers, output = module._amp_watchers, None
+    try:
+        for watcher in watchers:
+            watcher.enter(module, args, kwargs)
+        output = _by_rule(module, call, args, kwargs)
+    finally:
+        for watcher in watchers:
+            watcher.leave(module, output)
+    return output
+
+
+def _by_rule(module: CastModule, call: Any, args: Any, kwargs: Any) -> Any:
+    rule = module._amp
+    if rule is None or (rule.outermost and region.is_open()):
+        return call(*args, **kwargs)
+    if module._amp_follower is not None and not region.is_open():
+        _follow(module)
+    copies = rule.copies(args, kwargs)
+    if copies is None and rule.outputs is None and not rule.opens and not rule.sets_autocast:
+        return call(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return _trace(module, rule, call, copies, args, kwargs)
+    before = said_once.speaks(rule.speaks) if rule.is_model else None
+    try:
+        return _run(module, rule, call, copies, args, kwargs)
+    except (RuntimeError, TypeError) as error:
+        if rule.is_model:
+            type_errors.explain(module, error, rule.level)
+        raise
+    finally:
+        if copies is not None:
+            copies.write_back()
+        if before is not None:
+            said_once.speaks(before)
+
+
+def _follow(module: CastModule) -> None:
+    """Let the weights of a module that is called by itself follow their masters."""
+    if torch.compiler.is_dynamo_compiling():
+        module._is_traced()
+    else:
+        # with those below, which some modules use without calling them
+        fp32_values.synchronise(module.parameters())
+
+
+def _trace(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
+    """A call that is becoming part of a graph."""
+    if copies is not None:
+        _traced.append(copies)
+    if rule.is_model:
+        said_once.speaks(rule.speaks)
+    result = _run(module, rule, call, copies, args, kwargs)
+    if copies is not None:
+        _traced.pop()
+        copies.write_back()
+    return result
+
+
+def _run(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
+    caller = _first_half(args, kwargs) if rule.warning or rule.outputs == CALLER else None
+    if caller is not None and rule.warning:
+        said_once.warn_once(rule.warning)
+    device = _device(module, args, kwargs) if rule.sets_autocast else 'cpu'
+    if copies is not None:
+        args, kwargs = rule.cast(copies, args, kwargs)
+        if '_amp_first' in vars(module) and _has_values():
+            vars(module).pop('_amp_first')
+            if copies.clamped():
+                said_once.warn_clamped(type(module).__name__, None, copies.target)
+    if rule.opens or rule.sets_autocast:
+        region.reach()
+        if rule.is_model:
+            functions.look_around()
+        if rule.opens == region.TABLES:
+            kernels.install_tables(device)
+        with region.spare(rule.opens), region.operands(rule.opens):
+            with region.autocast(device, rule.autocast) if rule.sets_autocast else nullcontext():
+                result = call(*args, **kwargs)
+    else:
+        result = call(*args, **kwargs)
+    dtype = caller if rule.outputs == CALLER else rule.outputs
+    if dtype is None or (rule.only_eval and module.training):
+        return result
+    if rule.clamps:
+        return Copies(dtype).cast(result)
+    return cast_tensors(result, dtype, _FLOAT32 if rule.outputs == CALLER else CASTABLE, rule.enter)
+
+
+def _first_half(args: Any, kwargs: Any) -> torch.dtype | None:
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.dtype in HALF_TYPES:
+            return tensor.dtype
+    return None
+
+
+def _device(module: nn.Module, args: Any, kwargs: Any) -> str:
+    """Where a call works: at the first tensor of the module, or at the first that it is handed."""
+    for own in (module._parameters, module._buffers):
+        for tensor in own.values():
+            if tensor is not None:
+                return tensor.device.type
+    return region.device_of(itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs))))
+
+
+def _has_values() -> bool:
+    """Whether numbers of tensors can be read: not where a call is recorded or transformed."""
+    return not (torch.compiler.is_compiling() or torch_internals.in_function_transform(or_mode=True))
+
+
+def _refuse_conversion(module: CastModule, fn: Callable[[Tensor], Tensor], level: str) -> None:
+    """Call ``fn`` with an empty tensor of each kind that the module has, and refuse it if it changes a floating type.
+
+    Every module of a cast model that has tensors does so before its own are changed.
+    """
+    own = itertools.chain(module._parameters.values(), module._buffers.values())
+    for dtype, device in {(t.dtype, t.device) for t in own if t is not None and t.dtype in CASTABLE}:
+        try:
+            with torch.no_grad():
+                made = fn(torch.empty(0, dtype=dtype, device=device))
+        except Exception:
+            # the conversion itself raises this error
+            return
+        if isinstance(made, Tensor) and made.dtype is not dtype:
+            raise AmpUsageError(
+                f'{type(module).__name__} is part of a model that mixed precision is attached to, at {level}: half(), '
+                f'float(), bfloat16(), double(), type() and to(dtype) would turn its {dtype_name(dtype)} tensors into '
+                f'{dtype_name(made.dtype)} behind the optimizer, its masters and the casts. The level decides the types. For a '
+                f'model of another type load model.state_dict(), whose values are FP32, into a new one; with AmpOptimWrapper, '
+                f'detach() gives the FP32 model back. Moves to a device and memory formats go on.'
+            )
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _class_for(base: type[nn.Module]) -> type[nn.Module]:
+    words: dict[str, Any] = {'__module__': base.__module__, '__qualname__': base.__qualname__, '__doc__': base.__doc__}
+    for name in ENTRY_METHODS:
+        # properties, static and class methods have no instance to ask
+        method = next((vars(each)[name] for each in base.__mro__ if name in vars(each)), None)
+        if isinstance(method, FunctionType):
+            words[name] = _entry(method, name in FP32_METHODS)
+    return type(base)(base.__name__, (CastModule, base), words)
+
+
+def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = self._amp
+        if rule is None or not (rule.entry or region.is_open()):
+            return method(self, *args, **kwargs)
+        if region.is_open():
+            if in_fp32:
+                return functions.call_in_fp32(functions.METHOD_OP, method, (self, *args), kwargs, 1)
+            return method(self, *args, **kwargs)
+        region.reach()
+        with region.spare(rule.entry), region.operands(rule.entry):
+            return entry(self, *args, **kwargs)
+
+    return entry
+
+
+def base_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module without its casts."""
+    return cls.__bases__[1] if CastModule in cls.__bases__ else cls
+
+
+def _rebuild(base: type[nn.Module], *args: Any) -> nn.Module:
+    cls = _class_for(base)
+    return cls.__new__(cls, *args)
+
+
+def put(module: nn.Module, rule: Rule) -> None:
+    """Let calls of a module follow a rule, in the place of any other."""
+    if not isinstance(module, CastModule):
+        module.__class__ = _class_for(type(module))
+    vars(module)['_amp'] = rule
+
+
+def take_off(module: nn.Module) -> None:
+    """Let calls of a module do what they did."""
+    if isinstance(module, CastModule):
+        if not module._amp_watchers:
+            module.__class__ = base_of(type(module))
+        for name in ('_amp', '_amp_attached', '_amp_trained', '_amp_follower', '_amp_first'):
+            vars(module).pop(name, None)
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule of a module; None where it is not cast."""
+    return module._amp if isinstance(module, CastModule) else None
+
+
+def is_cast(model: nn.Module) -> bool:
+    """Whether any module of a model has a rule."""
+    return any(rule_of(module) is not None for module in model.modules())
+
+
+def holds_casts(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, has 16-bit weights of a level. Rules of O0, O1 and O4 do not count: others replace them."""
+    return any(rule is not None and rule.casts for rule in map(rule_of, model.modules()))
+
+
+def autocast_forward(model: nn.Module, dtype: torch.dtype, outputs: torch.dtype, enter: EnterObject | None) -> None:
+    """Put autocast around every forward of an attached model whose weights are FP32.
+
+    Args:
+        model: Has a rule.
+        dtype: The 16-bit type.
+        outputs: The type of floating outputs.
+        enter: Casts tensors inside outputs of a framework's own kind.
+    """
+    changes = dict(sets_autocast=True, autocast=dtype, outputs=outputs, only_eval=False, enter=enter)
+    put(model, dataclasses.replace(rule_of(model) or Rule(), **changes))  # type: ignore[arg-type]
