@@ -257,7 +257,7 @@ class Patches:
             return False
         known = len(self._originals)
         for key in sorted(self._wanted):
-            value = find(self._wanted[key].name, load=False)
+            value = find(self._wanted[key].name)
             if value is not None:
                 self._resolve(key, self._wanted.pop(key), value)
         if len(self._originals) != known:

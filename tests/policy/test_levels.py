@@ -345,7 +345,7 @@ def test_names_and_objects() -> None:
 
 WRONG: list[tuple[Any, list[str]]] = [
     ('softmax', ['dotted name']),
-    ('.torch.softmax', ['empty part']),
+    ('.torch.softmax', ['dotted name']),
     ('torch.nn.functional.sofmax', ['does not exist', "did you mean 'softmax'?"]),
     ('no_such_package.ops.nms', ['no_such_package is not installed']),
     ('torch.nn.functional', ['is a module']),
