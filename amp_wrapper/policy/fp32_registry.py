@@ -111,12 +111,16 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
             cdist complex histogram histogramdd nanquantile pdist polar quantile view_as_complex
         """,
         'its eps is 0 in float16, and squares overflow': 'normalize cosine_similarity',
-        'divides by the norm of a weight': """
-            nn.utils.weight_norm.WeightNorm.compute_weight nn.utils.spectral_norm.SpectralNorm.compute_weight
-        """,
+        'divides by the norm of a weight': 'nn.utils.spectral_norm.SpectralNorm.compute_weight',
     },
     Fp32Op(_TORCH, MODEL, cuda=_NEITHER): {
         'no 16-bit kernel on a CPU': 'avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa',
+    },
+    Fp32Op(_TORCH, CLAMPED): {
+        'writes numbers into 16-bit tensors': """
+            pad clamp clamp_ clamp_max clamp_min fill fill_ full_like index_fill index_fill_ masked_fill masked_fill_
+            new_full scatter scatter_ where
+        """,
     },
     # Read from the sources of mmcv 2.1.0 (CUDA) and tried with its compiled ops (CPU). No kernel there takes bfloat16.
     Fp32Op('mmcv.ops'): {
@@ -177,32 +181,20 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
 }
 
 
-def _entries(table: Mapping[Fp32Op, Mapping[str, str]]) -> Mapping[str, Fp32Op]:
-    entries = {}
-    for group, rows in table.items():
-        for reason, names in rows.items():
-            for name in (f'{place}.{name}' for name in names.split() for place in group.name.split()):
-                if group.name != _TORCH or lookup.find(name) is not None:
-                    entries[name] = dataclasses.replace(group, name=name, reason=reason)
-    return MappingProxyType(entries)
-
-
+_ENTRIES = {
+    name: dataclasses.replace(group, name=name, reason=reason)
+    for group, rows in _TABLE.items()
+    for reason, names in rows.items()
+    for name in (f'{place}.{name}' for name in names.split() for place in group.name.split())
+    if group.name != _TORCH or lookup.find(name) is not None
+}
 #: The registry as it is delivered, by name.
-FP32_OPS: Mapping[str, Fp32Op] = _entries(_TABLE)
+FP32_OPS: Mapping[str, Fp32Op] = MappingProxyType({k: op for k, op in _ENTRIES.items() if op.output != CLAMPED})
 #: Members whose entry is another one where the functional API casts op by op.
 CAST_OPS = {op.name: dataclasses.replace(op, output=op.with_casts) for op in FP32_OPS.values() if op.with_casts}
 #: Functions that write numbers into 16-bit tensors, which refuse what they cannot hold, or make infinities of it: finite
 #: numbers beyond the range become the largest of the type.
-RANGE_OPS: Mapping[str, Fp32Op] = _entries(
-    {
-        Fp32Op(_TORCH, CLAMPED): {
-            'writes numbers into 16-bit tensors': """
-                pad clamp clamp_ clamp_max clamp_min fill fill_ full_like index_fill index_fill_ masked_fill masked_fill_
-                new_full scatter scatter_ where
-            """
-        }
-    }
-)
+RANGE_OPS: Mapping[str, Fp32Op] = MappingProxyType({k: op for k, op in _ENTRIES.items() if op.output == CLAMPED})
 
 #: Methods of modules that run in FP32 by their name. OpenMMLab's heads turn network outputs into losses and predictions
 #: there: boxes, anchors, sums and scores, which mmdetection 2 kept in FP32 with ``force_fp32``.

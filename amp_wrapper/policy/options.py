@@ -39,6 +39,11 @@ def _is_scale(value: Any) -> bool:
     return is_number(value) and bool(torch.finfo(torch.float32).tiny <= value <= torch.finfo(torch.float32).max)
 
 
+def _is_mapping(value: Any) -> bool:
+    """Whether ``value`` is a dict, or one of mmengine's config."""
+    return isinstance(value, Mapping)
+
+
 # -- what it becomes ---------------------------------------------------------------------------------------------------------
 
 
@@ -160,12 +165,7 @@ class SharedOptions(TypedDict, total=False):
     keep_batchnorm_fp32: Annotated[bool | str | None, Option(None, (True, False, None), convert=_flag)]
     loss_scale: Annotated[
         float | str | Mapping[str, Any] | None,
-        Option(
-            None,
-            ('dynamic', _is_scale, lambda value: isinstance(value, Mapping), None),
-            f"'dynamic', {_SCALE}, a dict or None",
-            _scale,
-        ),
+        Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _scale),
     ]
     cast_model_outputs: Annotated[str | torch.dtype | None, _DTYPE]
     keep_fp32: Annotated[
@@ -174,15 +174,10 @@ class SharedOptions(TypedDict, total=False):
     ]
     fp32_ops: Annotated[
         Fp32Names | None,
-        _list_of(
-            (str, Callable, Mapping),
-            "functions, methods, classes or their dotted names, such as ['mmcv.ops.nms'], or dicts such as "
-            "dict(name='torch.Tensor.sum', output='float32')",
-        ),
+        _list_of((str, Callable, Mapping), 'functions, classes, their dotted names, or dicts of name and output'),
     ]
     keep_inputs: Annotated[
-        str | Sequence[str] | None,
-        _list_of((str,), "names of arguments of forward, such as ['timestep']", str.isidentifier),
+        str | Sequence[str] | None, _list_of((str,), 'names of arguments of forward, as identifiers', str.isidentifier)
     ]
     num_losses: Annotated[int, Option(1, (is_count,), _COUNT)]
     verbosity: Annotated[int, Option(1, (0, 1, 2), '0 (silent), 1 (overflows) or 2 (every cast too)')]

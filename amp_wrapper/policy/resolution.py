@@ -154,7 +154,11 @@ def _policy(read: SimpleNamespace, level: Policy) -> Policy:
         read.patch_torch_functions = False if dtype in _WIDE else read.patch_torch_functions
     elif dtype in HALF_TYPES and read.cast_model_type is None:
         read.cast_model_type = dtype
-    chosen = {name: value for name, value in vars(read).items() if value != OPTIONS[name].default}
+    chosen = {
+        name: value
+        for name, value in vars(read).items()
+        if value not in (OPTIONS[name].default, getattr(level, name, OPTIONS[name].default))
+    }
     fields = {field.name: chosen[field.name] for field in dataclasses.fields(level) if field.name in chosen}
     if read.cast_model_type is False:
         fields['cast_model_type'] = None
@@ -162,16 +166,16 @@ def _policy(read: SimpleNamespace, level: Policy) -> Policy:
         fields['autocast_dtype'] = None
     if read.master_weights == 'split':
         fields |= {'master_weights': True, 'split_masters': True}
-    scale = fields['loss_scale'] = _loss_scale(read, level)
+    scale = _loss_scale(read, level)
     if scale.dynamic:
         first = min(max(scale.init_scale, scale.min_scale or 0.0), scale.max_scale or math.inf)
-        fields['loss_scale'] = dataclasses.replace(scale, init_scale=first)
-    policy = dataclasses.replace(level, **fields)
-    overrides = {}
-    for name, value in chosen.items():
-        field = 'loss_scale' if name.endswith('loss_scale') else name
-        if getattr(policy, field) != getattr(level, field) or value == 'split':
-            overrides[name] = list(value) if isinstance(value, tuple) else value
+        scale = dataclasses.replace(scale, init_scale=first)
+    policy = dataclasses.replace(level, **{**fields, 'loss_scale': scale})
+    overrides = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in chosen.items()
+        if scale != level.loss_scale or not name.endswith('loss_scale')
+    }
     if policy.fp32_ops:
         overrides['fp32_ops'] = policy.to_dict()['fp32_ops']
     return dataclasses.replace(policy, overrides=overrides)
