@@ -169,13 +169,15 @@ class Policy:
         """Give every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
         dtypes = {name: dtype_name(value) for name, value in fields.items() if isinstance(value, torch.dtype)}
+        # files of 0.2.0 do not have it
+        inputs = {'keep_inputs': list(fields.pop('keep_inputs'))}
         return {
             **fields,
             **dtypes,
             'loss_scale': dataclasses.asdict(self.loss_scale),
             'keep_fp32': [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32],
             'fp32_ops': [{'name': op.name, 'output': op.output} for op in self.fp32_ops],
-            'keep_inputs': list(self.keep_inputs),
+            **(inputs if self.keep_inputs else {}),
         }
 
     def describe(self) -> str:

@@ -74,7 +74,7 @@ def problem_of(name: str) -> str:
     except AttributeError as error:
         missing = f'does not exist{nearest(error.name or "", dir(error.obj))}'
         if (first, error.name) == ('mmcv', 'ops'):
-            missing = 'does not exist: mmcv-lite has no compiled ops, install mmcv (full) in its place'
+            missing = 'does not exist: mmcv-lite has no mmcv.ops, install mmcv (full) in its place'
     except Exception as error:  # a package may fail in any way
         missing = f'does not exist: {first} is not installed, or cannot be imported ({type(error).__name__}: {error})'
     value = find(name)

@@ -64,16 +64,11 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
 
 
 def _read_loss_scale(words: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    known = ', '.join(LOSS_SCALE_OPTIONS)
-    for key in words:
-        if key not in LOSS_SCALE_OPTIONS:
-            close = nearest(str(key), LOSS_SCALE_OPTIONS)
-            problems.append(f'loss_scale has an unknown key {key!r}{close}: known are {known}.')
-    return {
-        key: option.read(f'loss_scale[{key!r}]', words[key], problems)
-        for key, option in LOSS_SCALE_OPTIONS.items()
-        if key in words
-    }
+    known = LOSS_SCALE_OPTIONS
+    for key in (key for key in words if key not in known):
+        close = nearest(str(key), known)
+        problems.append(f'loss_scale has an unknown key {key!r}{close}: known are {", ".join(known)}.')
+    return {key: known[key].read(f'loss_scale[{key!r}]', words[key], problems) for key in words if key in known}
 
 
 def _find_functions(items: Iterable[Any], problems: list[str]) -> tuple[Fp32Op, ...]:
@@ -130,7 +125,7 @@ def _conflicts(read: SimpleNamespace, level: Policy) -> Iterator[str]:
     if isinstance(words, float) and (floor is not None or ceiling not in unbound):
         yield "{loss_scale} conflicts with {min_loss_scale}, {max_loss_scale}: write loss_scale='dynamic', or no bounds"
     if isinstance(words, dict) and 'init_scale' in words and scale.enabled and not low <= scale.init_scale <= high:
-        yield f"loss_scale['init_scale']={scale.init_scale!r} is not between {low:g} and {high:g}: write a scale within"
+        yield f"loss_scale['init_scale']={scale.init_scale!r} is not between {low:g} and {high:g}: write another scale"
 
 
 def _loss_scale(read: SimpleNamespace, level: Policy) -> LossScaleConfig:
@@ -154,11 +149,8 @@ def _policy(read: SimpleNamespace, level: Policy) -> Policy:
         read.patch_torch_functions = False if dtype in _WIDE else read.patch_torch_functions
     elif dtype in HALF_TYPES and read.cast_model_type is None:
         read.cast_model_type = dtype
-    chosen = {
-        name: value
-        for name, value in vars(read).items()
-        if value not in (OPTIONS[name].default, getattr(level, name, OPTIONS[name].default))
-    }
+    own = {name: getattr(level, name, option.default) for name, option in OPTIONS.items()}
+    chosen = {name: value for name, value in vars(read).items() if value not in (own[name], OPTIONS[name].default)}
     fields = {field.name: chosen[field.name] for field in dataclasses.fields(level) if field.name in chosen}
     if read.cast_model_type is False:
         fields['cast_model_type'] = None
