@@ -54,25 +54,25 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else value
 
 
-def _flag(value: Any) -> Any:
+def _to_flag(value: Any) -> Any:
     return {'True': True, 'False': False}.get(value, value) if isinstance(value, str) else plain(value)
 
 
-def _dtype(value: Any) -> Any:
+def _to_dtype(value: Any) -> Any:
     return parse_dtype(value) or plain(value)
 
 
-def _tuple(value: Any) -> Any:
+def _to_tuple(value: Any) -> Any:
     return value if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _float(value: Any) -> Any:
+def _to_float(value: Any) -> Any:
     return float(value) if _is_scale(value) else value
 
 
-def _scale(value: Any) -> Any:
+def _to_scale(value: Any) -> Any:
     try:
-        return _float(float(value) if isinstance(value, str) else value)
+        return _to_float(float(value) if isinstance(value, str) else value)
     except ValueError:
         return value.strip()
 
@@ -111,7 +111,7 @@ def _list_of(kinds: tuple[Any, ...], expected: str, test: Callable[[Any], bool] 
     def allowed(values: Any) -> bool:
         return values is None or all(isinstance(value, kinds) and test(value) for value in values)
 
-    return Option(None, (allowed,), expected, _tuple)
+    return Option(None, (allowed,), expected, _to_tuple)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ Fp32Names = str | Callable[..., Any] | Mapping[str, str] | Sequence[str | Callab
 _COUNT = 'a whole number of at least 1'
 _SCALE = 'a positive finite number that float32 can hold (1.18e-38 to 3.4e+38)'
 _ON, _OFF, _MAY_BE_ON = Option(True, (True, False)), Option(False, (True, False)), Option(None, (True, False, None))
-_FLOOR = Option(None, (_is_scale, None), f'{_SCALE}, or None', _float)
+_FLOOR = Option(None, (_is_scale, None), f'{_SCALE}, or None', _to_float)
 _CEILING = dataclasses.replace(_FLOOR, default=DEFAULT_MAX_LOSS_SCALE)
 _SHORT_COUNT = Option(1, (lambda value: is_whole(value, 1, 2**31),), _COUNT)
-_DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=_dtype)
+_DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=_to_dtype)
 
 
 class SharedOptions(TypedDict, total=False):
@@ -159,13 +159,13 @@ class SharedOptions(TypedDict, total=False):
     enabled: Annotated[bool, _ON]
     cast_model_type: Annotated[
         str | torch.dtype | bool | None,
-        Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=_dtype),
+        Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=_to_dtype),
     ]
     patch_torch_functions: Annotated[bool | None, _MAY_BE_ON]
-    keep_batchnorm_fp32: Annotated[bool | str | None, Option(None, (True, False, None), convert=_flag)]
+    keep_batchnorm_fp32: Annotated[bool | str | None, Option(None, (True, False, None), convert=_to_flag)]
     loss_scale: Annotated[
         float | str | Mapping[str, Any] | None,
-        Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _scale),
+        Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _to_scale),
     ]
     cast_model_outputs: Annotated[str | torch.dtype | None, _DTYPE]
     keep_fp32: Annotated[
@@ -214,9 +214,9 @@ OPTIONS: dict[str, Option] = {
 }
 #: The keys of a ``loss_scale`` that is a dict: the words of :class:`torch.amp.GradScaler`, and ours.
 LOSS_SCALE_OPTIONS: dict[str, Option] = {
-    'init_scale': Option(2.0**16, (_is_scale,), _SCALE, _float),
-    'growth_factor': Option(2.0, (lambda v: is_number(v) and 1.0 < v < math.inf,), 'above 1.0 and finite', _float),
-    'backoff_factor': Option(0.5, (lambda v: is_number(v) and 0.0 < v < 1.0,), 'between 0.0 and 1.0', _float),
+    'init_scale': Option(2.0**16, (_is_scale,), _SCALE, _to_float),
+    'growth_factor': Option(2.0, (lambda v: is_number(v) and 1.0 < v < math.inf,), 'above 1.0 and finite', _to_float),
+    'backoff_factor': Option(0.5, (lambda v: is_number(v) and 0.0 < v < 1.0,), 'between 0.0 and 1.0', _to_float),
     'growth_interval': dataclasses.replace(_SHORT_COUNT, default=2000),
     'min_scale': _FLOOR,
     'max_scale': _CEILING,

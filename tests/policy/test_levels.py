@@ -310,8 +310,8 @@ def test_record_is_plain_frozen_and_independent_of_what_was_given() -> None:
 
 
 def test_description_is_one_line_with_what_matters() -> None:
-    for part in ('O2', 'float16 weights', 'FP32 BatchNorm', 'FP32 masters', 'loss scale 8', '3 losses'):
-        assert part in resolve('O2', loss_scale=8, num_losses=3).describe()
+    found = resolve('O2', loss_scale=8, num_losses=3).describe()
+    assert found == 'O2 (float16 weights, FP32 BatchNorm, FP32 masters, loss scale 8, 3 losses)'
     # what is disabled is still checked, and casts nothing
     assert problems('O2', enabled=False, num_losses=0)
     policy = resolve('O2', enabled=False)
