@@ -80,7 +80,7 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
     modules = [module for _, root in roots for module in root.modules()]
     problems = []
     for op in policy.fp32_ops:
-        cls = find(op.name, load=False)
+        cls = find(op.name)
         if is_module_class(cls) and not any(isinstance(module, cls) for module in modules):
             known = sorted({type(module).__name__ for module in modules})
             problems.append(
@@ -92,7 +92,7 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
     dtype = policy.cast_model_type if policy.casts_model else policy.autocast_dtype
     device = module_device(roots[0][1]).type if roots else 'cpu'
     named = [op.name for op in FP32_OPS.values() if dtype in op.avoids(device)]
-    found = (find(name, load=False) for name in (*named, *(op.name for op in policy.fp32_ops)))
+    found = (find(name) for name in (*named, *(op.name for op in policy.fp32_ops)))
     return tuple(value for value in found if is_module_class(value))
 
 
@@ -220,7 +220,7 @@ def why_kept(module: nn.Module, name: str, policy: Policy) -> Kept:
         return Kept('batchnorm', '', BATCHNORM)
     for rule, ops in (('fp32_ops', policy.fp32_ops), ('registry', tuple(FP32_OPS.values()))):
         for op in ops:
-            cls = find(op.name, load=False)
+            cls = find(op.name)
             if is_module_class(cls) and isinstance(module, cls):
                 return Kept(rule, op.name, op.reason)
     if is_loss(module):

@@ -8,7 +8,6 @@ torch does not know are passed over.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from types import MappingProxyType
 
 #: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, float32 whose result is
@@ -33,97 +32,70 @@ class OpRule:
     cpu_only: bool = False
 
 
-# (rule, reason, whether it is for CPUs alone, ops)
-_TABLE: tuple[tuple[str, str, bool, str], ...] = (
-    (HALF, 'a product of matrices', False, 'addmv addr mv chain_matmul linalg_multi_dot einsum'),
-    (HALF, 'a convolution by its inner name', False, 'convolution _convolution _convolution.deprecated'),
-    (HALF, 'products of matrices, step by step', False, 'lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell'),
-    (
-        HALF,
-        'products of matrices; on a GPU the op below is cast',
-        True,
-        'lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data',
-    ),
-    (
-        FLOAT32,
-        'grows past the largest float16, or loses digits near a pole',
-        False,
-        'acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan '
-        'pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor softplus ldexp.Tensor mvlgamma',
-    ),
-    (
-        FLOAT32,
-        'a sum or product of many terms',
-        False,
-        'cumprod cumsum prod prod.dim_int sum sum.dim_IntList logsumexp softmax.int log_softmax.int',
-    ),
-    (
-        FLOAT32,
-        'sums squares or powers',
-        False,
-        'layer_norm native_layer_norm group_norm rms_norm renorm '
-        'norm.Scalar norm.ScalarOpt_dim frobenius_norm.dim nuclear_norm nuclear_norm.dim '
-        'linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord',
-    ),
-    (FLOAT32, 'a distance', False, 'cdist cosine_similarity dist pdist'),
-    (
-        FLOAT32,
-        'a loss',
-        False,
-        'poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss '
-        'huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss '
-        'multi_margin_loss binary_cross_entropy_with_logits',
-    ),
-    (
-        FLOAT32,
-        'weights of neighbours lose digits',
-        False,
-        'upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d '
-        'upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d '
-        '_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa',
-    ),
-    (
-        FLOAT32,
-        'the same as functions of torch call them; torch.compile writes those without the ops above',
-        False,
-        'upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d.vec upsample_bilinear2d.vec '
-        'upsample_trilinear3d.vec upsample_bicubic2d.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec '
-        '_upsample_nearest_exact3d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec',
-    ),
-    (
-        PROMOTE,
-        'refuses arguments of mixed types',
-        False,
-        'addcdiv addcmul atan2 bilinear cross linalg_cross dot vdot grid_sampler index_put tensordot scatter_add',
-    ),
-    (
-        PROMOTE,
-        'refuses arguments of mixed types, also under the autocast of a GPU',
-        False,
-        'index_add index_copy index_reduce lerp.Scalar lerp.Tensor masked_scatter put scatter.src scatter_reduce.two',
-    ),
-    (
-        FOLLOW,
-        'refuses to write another type than that of its argument',
-        False,
-        'addbmm_ addmm_ addmv_ addr_ baddbmm_ index_add_ index_copy_ index_put_ index_reduce_ lerp_.Scalar lerp_.Tensor '
-        'masked_scatter_ put_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two',
-    ),
-    (
-        WRITE,
-        'writes into its argument what is computed in float32',
-        False,
-        'acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ '
-        'pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_',
-    ),
-)
-
-
-def _rules() -> Iterator[OpRule]:
-    for rule, reason, cpu_only, ops in _TABLE:
-        for op in ops.split():
-            yield OpRule(op, rule, reason, cpu_only)
-
-
+# on a GPU the op below is cast
+_RECURRENT = 'lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data'
+_UPSAMPLING = """
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+    upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+"""
+# rule: {reason: ops}
+_TABLE: dict[str, dict[str, str]] = {
+    HALF: {
+        'a product of matrices': 'addmv addr mv chain_matmul linalg_multi_dot einsum',
+        'a convolution by its inner name': 'convolution _convolution _convolution.deprecated',
+        'products of matrices, step by step': f'lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell {_RECURRENT}',
+    },
+    FLOAT32: {
+        'grows past the largest float16, or loses digits near a pole': """
+            acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan
+            pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor softplus ldexp.Tensor mvlgamma
+        """,
+        'a sum or product of many terms': """
+            cumprod cumsum prod prod.dim_int sum sum.dim_IntList logsumexp softmax.int log_softmax.int
+        """,
+        'sums squares or powers': """
+            layer_norm native_layer_norm group_norm rms_norm renorm norm.Scalar norm.ScalarOpt_dim frobenius_norm.dim
+            nuclear_norm nuclear_norm.dim linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord
+        """,
+        'a distance': 'cdist cosine_similarity dist pdist',
+        'a loss': """
+            poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+            huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+            multi_margin_loss binary_cross_entropy_with_logits
+        """,
+        'weights of neighbours lose digits': _UPSAMPLING,
+        'the same as functions of torch call them; torch.compile writes those without the ops above': ' '.join(
+            f'{op}.vec' for op in _UPSAMPLING.split()
+        ),
+    },
+    PROMOTE: {
+        'refuses arguments of mixed types': """
+            addcdiv addcmul atan2 bilinear cross linalg_cross dot vdot grid_sampler index_put tensordot scatter_add
+        """,
+        'refuses arguments of mixed types, also under the autocast of a GPU': """
+            index_add index_copy index_reduce lerp.Scalar lerp.Tensor masked_scatter put scatter.src scatter_reduce.two
+        """,
+    },
+    FOLLOW: {
+        'refuses to write another type than that of its argument': """
+            addbmm_ addmm_ addmv_ addr_ baddbmm_ index_add_ index_copy_ index_put_ index_reduce_ lerp_.Scalar lerp_.Tensor
+            masked_scatter_ put_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two
+        """,
+    },
+    WRITE: {
+        'writes into its argument what is computed in float32': """
+            acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_.Scalar pow_.Tensor
+            cumprod_ cumsum_ renorm_
+        """,
+    },
+}
 #: The table, by the name of the op.
-OP_RULES = MappingProxyType({rule.op: rule for rule in _rules()})
+OP_RULES = MappingProxyType(
+    {
+        op: OpRule(op, rule, reason, cpu_only=op in _RECURRENT.split())
+        for rule, rows in _TABLE.items()
+        for reason, ops in rows.items()
+        for op in ops.split()
+    }
+)

@@ -55,16 +55,13 @@ def parse_dtype(value: Any) -> torch.dtype | None:
 
 
 def spellings(*dtypes: torch.dtype) -> str:
-    """How types may be written, for error messages: ``"'float16' ('fp16', 'half') or 'bfloat16' ('bf16')"``.
+    """Say how types may be written, for error messages: ``"'float16' ('fp16', 'half') or 'bfloat16' ('bf16')"``.
 
     Args:
         *dtypes: float16, bfloat16, float32 or float64.
     """
-    texts = []
-    for first, *short in map(_SPELLINGS.__getitem__, dtypes):
-        texts.append(f'{first!r} ({", ".join(map(repr, short))})')
-    *others, last = texts
-    return f'{", ".join(others)} or {last}' if others else last
+    names = map(_SPELLINGS.__getitem__, dtypes)
+    return ' or '.join(f'{first!r} ({", ".join(map(repr, short))})' for first, *short in names)
 
 
 #: apex's ceiling for dynamic loss scales.
@@ -169,42 +166,37 @@ class Policy:
         return self.accumulate_in_fp32 and self.casts_model and self.num_losses == 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
-        names = [field.name for field in dataclasses.fields(self) if field.compare]
-        values = {name: getattr(self, name) for name in names}
-        result = {
-            name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in values.items()
+        """Give every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
+        dtypes = {name: dtype_name(value) for name, value in fields.items() if isinstance(value, torch.dtype)}
+        # files of 0.2.0 do not have it
+        inputs = {'keep_inputs': list(fields.pop('keep_inputs'))}
+        return {
+            **fields,
+            **dtypes,
+            'loss_scale': dataclasses.asdict(self.loss_scale),
+            'keep_fp32': [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32],
+            'fp32_ops': [{'name': op.name, 'output': op.output} for op in self.fp32_ops],
+            **(inputs if self.keep_inputs else {}),
         }
-        result['loss_scale'] = dataclasses.asdict(self.loss_scale)
-        result['keep_fp32'] = [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32]
-        # files without it are as before
-        kept = list(result.pop('keep_inputs'))
-        result |= {'keep_inputs': kept} if kept else {}
-        result['fp32_ops'] = [{'name': op.name, 'output': op.output} for op in self.fp32_ops]
-        return result
 
     def describe(self) -> str:
-        """One line for the log, such as ``O2 (float16 weights, FP32 BatchNorm, FP32 masters, ...)``."""
+        """Describe it in one line for the log, such as ``O2 (float16 weights, FP32 BatchNorm, FP32 masters, ...)``."""
         if not self.enabled:
             return f'{self.opt_level}, enabled=False (does nothing)'
-        parts = ['FP32 weights' if self.cast_model_type is None else f'{dtype_name(self.cast_model_type)} weights']
-        if self.casts_model and self.keep_batchnorm_fp32:
-            parts.append('FP32 BatchNorm')
-        if self.autocast_dtype is not None:
-            parts.append(f'autocast to {dtype_name(self.autocast_dtype)}')
-        if self.casts_model:
-            masters = 'split FP32 masters' if self.split_masters else 'FP32 masters'
-            parts.append(masters if self.master_weights else 'no masters')
-            if self.accumulate_in_fp32:
-                parts.append('sums in FP32')
-        scale = self.loss_scale
-        if not scale.enabled:
-            parts.append('no loss scale')
-        else:
-            parts.append(f'{"dynamic loss scale from" if scale.dynamic else "loss scale"} {scale.init_scale:g}')
-        if self.num_losses > 1:
-            parts.append(f'{self.num_losses} losses')
-        return f'{self.opt_level} ({", ".join(parts)})'
+        scale, cast = self.loss_scale, self.casts_model
+        masters = f'{"split " if self.split_masters else ""}FP32 masters' if self.master_weights else 'no masters'
+        kind = 'dynamic loss scale from' if scale.dynamic else 'loss scale'
+        parts = {
+            f'{dtype_name(self.cast_model_type or torch.float32)} weights': True,
+            'FP32 BatchNorm': cast and self.keep_batchnorm_fp32,
+            f'autocast to {dtype_name(self.autocast_dtype or torch.float32)}': self.autocast_dtype is not None,
+            masters: cast,
+            'sums in FP32': cast and self.accumulate_in_fp32,
+            f'{kind} {scale.init_scale:g}' if scale.enabled else 'no loss scale': True,
+            f'{self.num_losses} losses': self.num_losses > 1,
+        }
+        return f'{self.opt_level} ({", ".join(part for part, applies in parts.items() if applies)})'
 
 
 _F16, _BF16 = torch.float16, torch.bfloat16

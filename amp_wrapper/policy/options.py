@@ -1,11 +1,10 @@
-"""The options of a configuration as one table: their types, defaults, tests and texts."""
+"""The options of a configuration as one table: their types, defaults, values and texts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, SupportsIndex, TypeGuard, get_type_hints
 
@@ -13,9 +12,8 @@ import numpy as np
 import torch
 from typing_extensions import TypedDict
 
+from ..errors import nearest
 from .levels import DEFAULT_MAX_LOSS_SCALE, parse_dtype, spellings
-
-_F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 # -- what a value may be -----------------------------------------------------------------------------------------------------
 
@@ -25,27 +23,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def plain(value: Any) -> Any:
-    """A whole number of any kind, such as one of NumPy, as an ``int``, and NumPy's booleans as ``bool``; all else as it is.
-
-    Syncs with a tensor on a GPU.
-    """
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if getattr(value, 'dtype', None) is torch.bool:
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return value
-
-
 def is_whole(value: Any, low: int | None = 0, below: int | None = None) -> TypeGuard[SupportsIndex]:
     """Whether ``value`` is a whole number as of :func:`plain`, no boolean, not less than ``low`` and less than ``below``."""
     number = plain(value)
-    if isinstance(number, bool) or not isinstance(number, int):
-        return False
-    return (low is None or low <= number) and (below is None or number < below)
+    return type(number) is int and (low is None or low <= number) and (below is None or number < below)
 
 
 def is_count(value: Any) -> bool:
@@ -53,49 +34,47 @@ def is_count(value: Any) -> bool:
     return is_whole(value, 1)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def is_scale(value: Any) -> bool:
+def _is_scale(value: Any) -> bool:
     """Whether ``value`` is a positive number that float32 holds with all its digits."""
-    return is_number(value) and bool(torch.finfo(_F32).tiny <= value <= torch.finfo(_F32).max)
+    return is_number(value) and bool(torch.finfo(torch.float32).tiny <= value <= torch.finfo(torch.float32).max)
 
 
-def _is_short_count(value: Any) -> bool:
-    return is_whole(value, 1, 2**31)
+def _is_mapping(value: Any) -> bool:
+    """Whether ``value`` is a dict, or one of mmengine's config."""
+    return isinstance(value, Mapping)
 
 
-def _is_optional(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or test(value)
+# -- what it becomes ---------------------------------------------------------------------------------------------------------
 
 
-def _is_one_of(*allowed: Any) -> Callable[[Any], bool]:
-    """A test for "equal to one of ``allowed``, and of its type": 1 is not True."""
-    return lambda value: any(type(value) is type(each) and value == each for each in allowed)
+def plain(value: Any) -> Any:
+    """Make Python's own of whole numbers and booleans of NumPy; all else stays as it is."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    return int(value) if isinstance(value, numbers.Integral) else value
 
 
-def _is_type(*allowed: torch.dtype) -> Callable[[Any], bool]:
-    return lambda value: value is None or parse_dtype(value) in allowed
+def _to_flag(value: Any) -> Any:
+    return {'True': True, 'False': False}.get(value, value) if isinstance(value, str) else plain(value)
 
 
-def _is_floating(value: Any) -> bool:
-    dtype = parse_dtype(value)
-    return dtype is not None and dtype.is_floating_point
+def _to_dtype(value: Any) -> Any:
+    return parse_dtype(value) or plain(value)
 
 
-def _are_all(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: all(map(test, _listed(value)))
+def _to_tuple(value: Any) -> Any:
+    return value if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+def _to_float(value: Any) -> Any:
+    return float(value) if _is_scale(value) else value
 
 
-def _same(value: Any) -> Any:
-    return value
+def _to_scale(value: Any) -> Any:
+    try:
+        return _to_float(float(value) if isinstance(value, str) else value)
+    except ValueError:
+        return value.strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +83,35 @@ class Option:
 
     Attributes:
         default: Its value where none is given.
-        test: Whether a value means something, at some level.
-        expected: What an error says after ``name=value``.
-        convert: Gives the form that the code works with; called with values that passed.
-        per_op: Why O1 and O4, which cast per operation, refuse any value but None; '' where they do not.
+        allowed: Values, and tests of values, that mean something at some level, after ``convert``.
+        expected: What it must be, in an error; the allowed values by default.
+        convert: Makes the form that the code works with; what has none stays as it is.
     """
 
     default: Any
-    test: Callable[[Any], bool]
-    expected: str
-    convert: Callable[[Any], Any] = _same
-    per_op: str = ''
+    allowed: tuple[Any, ...]
+    expected: str = ''
+    convert: Callable[[Any], Any] = plain
 
     def read(self, label: str, value: Any, problems: list[str]) -> Any:
-        """The converted value, one of NumPy as Python's own; for one that fails the test, the default, and a sentence in
-        ``problems``."""
-        if self.test(plain(value)):
-            return self.convert(plain(value))
-        problems.append(f'{label}={value!r} {self.expected}.')
+        """Convert a value. One that is not allowed adds a sentence to ``problems``, and the default is returned."""
+        found = self.convert(value)
+        # 1 is not True
+        if any(each(found) if callable(each) else (type(found), found) == (type(each), each) for each in self.allowed):
+            return found
+        values = (spellings(each) if isinstance(each, torch.dtype) else repr(each) for each in self.allowed)
+        close = nearest(str(value), [each for each in self.allowed if isinstance(each, str)])
+        problems.append(f'{label}={value!r} must be {self.expected or " or ".join(values)}{close}.')
         return self.default
+
+
+def _list_of(kinds: tuple[Any, ...], expected: str, test: Callable[[Any], bool] = bool) -> Option:
+    """An option that is one or several of some kinds."""
+
+    def allowed(values: Any) -> bool:
+        return values is None or all(isinstance(value, kinds) and test(value) for value in values)
+
+    return Option(None, (allowed,), expected, _to_tuple)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------
@@ -130,13 +119,13 @@ class Option:
 #: What ``fp32_ops`` may be: dotted names, objects, dicts with name and output; one or several.
 Fp32Names = str | Callable[..., Any] | Mapping[str, str] | Sequence[str | Callable[..., Any] | Mapping[str, str]]
 
-_TYPE = 'a torch.dtype of these'
-_COUNT = 'must be a whole number of at least 1'
-SCALE = 'must be a positive finite number that float32 can hold (1.18e-38 to 3.4e+38)'
-_OFF, _ON = Option(False, _is_flag, 'must be True or False'), Option(True, _is_flag, 'must be True or False')
-_MAY_BE_ON = Option(None, _is_optional(_is_flag), 'must be True, False or None')
-FLOOR = Option(None, _is_optional(is_scale), SCALE, lambda value: None if value is None else float(value))
-_CEILING = dataclasses.replace(FLOOR, default=DEFAULT_MAX_LOSS_SCALE)
+_COUNT = 'a whole number of at least 1'
+_SCALE = 'a positive finite number that float32 can hold (1.18e-38 to 3.4e+38)'
+_ON, _OFF, _MAY_BE_ON = Option(True, (True, False)), Option(False, (True, False)), Option(None, (True, False, None))
+_FLOOR = Option(None, (_is_scale, None), f'{_SCALE}, or None', _to_float)
+_CEILING = dataclasses.replace(_FLOOR, default=DEFAULT_MAX_LOSS_SCALE)
+_SHORT_COUNT = Option(1, (lambda value: is_whole(value, 1, 2**31),), _COUNT)
+_DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=_to_dtype)
 
 
 class SharedOptions(TypedDict, total=False):
@@ -170,68 +159,29 @@ class SharedOptions(TypedDict, total=False):
     enabled: Annotated[bool, _ON]
     cast_model_type: Annotated[
         str | torch.dtype | bool | None,
-        Option(
-            None,
-            lambda value: value is False or _is_type(_F16, _BF16, _F32)(value),
-            f"must be {spellings(_F16, _BF16, _F32)}, {_TYPE}, False (no cast) or None (the level's own)",
-            lambda value: parse_dtype(value) if value else value,
-            per_op='which leaves the model in FP32 and casts per operation',
-        ),
+        Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=_to_dtype),
     ]
     patch_torch_functions: Annotated[bool | None, _MAY_BE_ON]
-    keep_batchnorm_fp32: Annotated[
-        bool | str | None,
-        Option(
-            None,
-            _is_one_of(None, True, False, 'True', 'False'),
-            "must be True, False, 'True', 'False' or None (the level's own)",
-            lambda value: value == 'True' if isinstance(value, str) else value,
-            per_op='which never casts BatchNorm',
-        ),
+    keep_batchnorm_fp32: Annotated[bool | str | None, Option(None, (True, False, None), convert=_to_flag)]
+    loss_scale: Annotated[
+        float | str | Mapping[str, Any] | None,
+        Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _to_scale),
     ]
-    # a dict has options of its own: LOSS_SCALE_OPTIONS
-    loss_scale: Annotated[float | str | Mapping[str, Any] | None, Option(None, lambda value: True, '')]
-    cast_model_outputs: Annotated[
-        str | torch.dtype | None,
-        Option(
-            None,
-            _is_optional(_is_floating),
-            f'must be {spellings(_F16, _BF16, _F32, _F64)}, any floating torch.dtype, or None',
-            parse_dtype,
-        ),
-    ]
+    cast_model_outputs: Annotated[str | torch.dtype | None, _DTYPE]
     keep_fp32: Annotated[
         str | type | Sequence[str | type] | None,
-        Option(
-            None,
-            _are_all(lambda item: isinstance(item, (str, type)) and bool(item)),
-            'must be a list of module classes, class names or glob patterns over qualified names, '
-            "such as ['bbox_head.*', 'LayerNorm']",
-            _listed,
-        ),
+        _list_of((str, type), "module classes, their names or patterns of names, such as ['bbox_head.*', 'GRU']"),
     ]
     fp32_ops: Annotated[
         Fp32Names | None,
-        Option(
-            None,
-            _are_all(lambda item: callable(item) or (isinstance(item, (str, Mapping)) and bool(item))),
-            "must be a list of dotted names of functions, methods or classes, such as ['mmcv.ops.nms'], "
-            "or of dicts such as dict(name='torch.Tensor.sum', output='float32')",
-            _listed,
-        ),
+        _list_of((str, Callable, Mapping), 'functions, classes, their dotted names, or dicts of name and output'),
     ]
     keep_inputs: Annotated[
-        str | Sequence[str] | None,
-        Option(
-            None,
-            _are_all(lambda item: isinstance(item, str) and item.isidentifier()),
-            "must be a list of names of arguments of forward, such as ['timestep']",
-            _listed,
-        ),
+        str | Sequence[str] | None, _list_of((str,), 'names of arguments of forward, as identifiers', str.isidentifier)
     ]
-    num_losses: Annotated[int, Option(1, is_count, _COUNT)]
-    verbosity: Annotated[int, Option(1, _is_one_of(0, 1, 2), 'must be 0 (silent), 1 (overflows) or 2 (every cast too)')]
-    min_loss_scale: Annotated[float | None, FLOOR]
+    num_losses: Annotated[int, Option(1, (is_count,), _COUNT)]
+    verbosity: Annotated[int, Option(1, (0, 1, 2), '0 (silent), 1 (overflows) or 2 (every cast too)')]
+    min_loss_scale: Annotated[float | None, _FLOOR]
     max_loss_scale: Annotated[float | None, _CEILING]
     from_16bit: Annotated[bool, _OFF]
     restore_buffers_on_skip: Annotated[bool, _ON]
@@ -251,26 +201,10 @@ class PolicyOptions(SharedOptions, total=False):
         accumulate_in_fp32 (bool): Whether the gradients of 16-bit weights are summed in FP32 during accumulation.
     """
 
-    dtype: Annotated[
-        str | torch.dtype | None,
-        Option(
-            None,
-            _is_type(_F16, _BF16, _F32, _F64),
-            f'must be {spellings(_F16, _BF16, _F32, _F64)}, {_TYPE}, or None',
-            parse_dtype,
-        ),
-    ]
-    master_weights: Annotated[
-        bool | Literal['split'] | None,
-        Option(
-            None,
-            _is_one_of(None, True, False, 'split'),
-            "must be True, False, 'split' or None (the level's own)",
-            per_op='whose weights are FP32 already',
-        ),
-    ]
+    dtype: Annotated[str | torch.dtype | None, _DTYPE]
+    master_weights: Annotated[bool | Literal['split'] | None, Option(None, (True, False, 'split', None))]
     skip_nonfinite: Annotated[bool | None, _MAY_BE_ON]
-    max_consecutive_skips: Annotated[int | None, Option(50, _is_optional(is_count), f'{_COUNT}, or None for none')]
+    max_consecutive_skips: Annotated[int | None, Option(50, (is_count, None), f'{_COUNT}, or None')]
     accumulate_in_fp32: Annotated[bool, _OFF]
 
 
@@ -280,12 +214,12 @@ OPTIONS: dict[str, Option] = {
 }
 #: The keys of a ``loss_scale`` that is a dict: the words of :class:`torch.amp.GradScaler`, and ours.
 LOSS_SCALE_OPTIONS: dict[str, Option] = {
-    'init_scale': Option(None, is_scale, SCALE, float),
-    'growth_factor': Option(None, lambda v: is_number(v) and 1.0 < v < math.inf, 'must be above 1.0 and finite', float),
-    'backoff_factor': Option(None, lambda v: is_number(v) and 0.0 < v < 1.0, 'must lie between 0.0 and 1.0', float),
-    'growth_interval': Option(None, _is_short_count, _COUNT),
-    'min_scale': FLOOR,
+    'init_scale': Option(2.0**16, (_is_scale,), _SCALE, _to_float),
+    'growth_factor': Option(2.0, (lambda v: is_number(v) and 1.0 < v < math.inf,), 'above 1.0 and finite', _to_float),
+    'backoff_factor': Option(0.5, (lambda v: is_number(v) and 0.0 < v < 1.0,), 'between 0.0 and 1.0', _to_float),
+    'growth_interval': dataclasses.replace(_SHORT_COUNT, default=2000),
+    'min_scale': _FLOOR,
     'max_scale': _CEILING,
-    'hysteresis': Option(None, _is_short_count, _COUNT),
+    'hysteresis': _SHORT_COUNT,
     'enabled': _ON,
 }
