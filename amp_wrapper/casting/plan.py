@@ -17,7 +17,7 @@ from ..errors import AmpAttachError
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import attached_modules, given_weights, shard_groups
+from . import attached_modules, given_weights
 from .cast_handle import CastHandle, cast_in_place
 from .cast_hooks import (
     CastComputed,
@@ -48,6 +48,7 @@ from .region_hooks import (
     region_on,
     run_in_fp32,
 )
+from .shard_check import check_shards
 from .state_dict_hooks import Fp32StateDict, LoadFp32
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
@@ -117,7 +118,7 @@ class CastPlan:
         for name, root in self.roots:
             self._refuse(name, root)
         self.ops: OpSet | None = None
-        self._named = named_modules(self.roots, policy, covers_forward)
+        self._named = named_modules(self.roots, policy.keep_fp32, 'keep_fp32', covers_forward)
         check_inputs(self.roots, policy)
         if policy.runs_16_bit:
             self._classes = registered_classes(self.roots, policy)
@@ -131,7 +132,7 @@ class CastPlan:
             self._collect()
         if policy.enabled:
             around = within or [root for _, root in self.roots]
-            shard_groups.check(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
+            check_shards(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
         dtype = policy.cast_model_type
         if policy.casts_model and dtype is not None:
             self.infinite = given_weights.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
@@ -172,7 +173,7 @@ class CastPlan:
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
         left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
-        # of sharded ones, shard_groups says what they may be
+        # of sharded ones, check_shards says what they may be
         left |= {id(p) for p in root.parameters() if is_sharded(p)}
         self.rounded.update(
             given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left))

@@ -35,9 +35,9 @@ def _large(here: Here) -> nn.Module:
 
 
 UNFIT: dict[str, tuple[Callable[[Here], nn.Module], str, dict[str, Any]]] = {
-    r'gathers .* in bfloat16.*blocks\.0\.bn\.weight': (lambda here: _by_torch(here, torch.bfloat16), 'O5', {}),
-    r'gathers its parameters in float32.*param_dtype=torch\.bfloat16': (lambda here: _by_torch(here, None), 'O5', {}),
-    r'gathers its parameters in bfloat16, and O4': (lambda here: _by_torch(here, torch.bfloat16), 'O4', {}),
+    r'gathers in bfloat16.*blocks\.0\.bn\.weight': (lambda here: _by_torch(here, torch.bfloat16), 'O5', {}),
+    r'gathers in float32.*param_dtype=torch\.bfloat16': (lambda here: _by_torch(here, None), 'O5', {}),
+    r'gathers in bfloat16, and O4': (lambda here: _by_torch(here, torch.bfloat16), 'O4', {}),
     r'param_dtype=torch\.float16': (
         lambda here: _by_torch(here, torch.bfloat16),
         'O2',
@@ -79,7 +79,7 @@ def _old_weight_norm() -> nn.Module:
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[], nn.Module], dict[str, Any]]] = {
     'must be a DeviceMesh': (AmpConfigError, Net, dict(mesh=3)),
-    '3 dimensions': (AmpConfigError, Net, dict(mesh='2, 1, 1')),
+    'of one dimension': (AmpConfigError, Net, dict(mesh='2, 1, 1')),
     "mesh_dim_names=.'replicate', 'shard'": (AmpConfigError, Net, dict(mesh='1, 2')),
     "unknown key 'block'.*did you mean 'blocks'": (AmpConfigError, Net, dict(sharding=dict(block='Block'))),
     "'Blok'.*did you mean 'Block'": (AmpConfigError, Net, dict(sharding=dict(blocks='Blok'))),
@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], nn.Module], dict[str, Any
     'must divide the number of ranks': (AmpConfigError, Net, dict(sharding=dict(reshard_after_forward=3))),
     'without a mesh': (AmpConfigError, Net, dict(mesh=None, sharding=dict(blocks='Block'))),
     'share a parameter': (AmpAttachError, Tied, {}),
-    'without dimensions': (AmpAttachError, Scalar, {}),
+    'no dimensions': (AmpAttachError, Scalar, {}),
     'weight_norm.*parametrizations': (AmpAttachError, _old_weight_norm, {}),
 }
 
