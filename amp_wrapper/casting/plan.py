@@ -17,7 +17,7 @@ from ..errors import AmpAttachError
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import attached_modules, given_weights
+from . import attached_modules, given_weights, shard_check
 from .cast_handle import CastHandle, cast_in_place
 from .cast_hooks import (
     CastComputed,
@@ -48,7 +48,6 @@ from .region_hooks import (
     region_on,
     run_in_fp32,
 )
-from .shard_check import check_shards
 from .state_dict_hooks import Fp32StateDict, LoadFp32
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
@@ -132,7 +131,7 @@ class CastPlan:
             self._collect()
         if policy.enabled:
             around = within or [root for _, root in self.roots]
-            check_shards(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
+            shard_check.check_shards(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
         dtype = policy.cast_model_type
         if policy.casts_model and dtype is not None:
             self.infinite = given_weights.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)

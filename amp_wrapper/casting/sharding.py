@@ -340,7 +340,7 @@ def make_groups(model: nn.Module, blocks: Sequence[nn.Module], computed_in: Mapp
         apart = dict(find_apart(block, main))
         for dtype in dict.fromkeys(apart.values()):
             modules = [module for module, other in apart.items() if other is dtype]
-            together = [modules] if fsdp_internals.completes_groups() else [[module] for module in modules]
+            together = [modules] if fsdp_internals.COMPLETES_GROUPS else [[module] for module in modules]
             groups += [(each, dtype) for each in together]
         groups.append(([block], main))
         taken.update(map(id, block.parameters()))
