@@ -23,6 +23,8 @@ TRAINS_ON_CPUS = VERSION >= (2, 7)
 #: Whether a group of several modules ends its forward pass where only some of them were called. Before, it keeps its gathered
 #: parameters, and the next backward pass does not average their gradients.
 COMPLETES_GROUPS = VERSION >= (2, 13)
+#: Whether gradients are averaged in the type of the shards where no type is given. Before, in the type of what is gathered.
+AVERAGES_IN_OWN_TYPE = VERSION >= (2, 15)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,10 +72,8 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
     found = []
     for group in _param_groups(_sharded([model])):
         parameters = [each.sharded_param for each in group.fsdp_params]
-        # of each parameter since 2.15, where no type to average in means that of the parameter; before, of what is gathered
-        of_each = getattr(group.fsdp_params[0], 'mp_policy', None)
-        policy = of_each or group.mp_policy
-        reduce_dtype = policy.reduce_dtype or (None if of_each else policy.param_dtype)
+        policy = group.fsdp_params[0].mp_policy
+        reduce_dtype = policy.reduce_dtype or (None if AVERAGES_IN_OWN_TYPE else policy.param_dtype)
         found.append(ShardGroup(tuple(group.modules), parameters, policy.param_dtype, reduce_dtype))
     return found
 
