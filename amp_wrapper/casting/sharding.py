@@ -96,7 +96,8 @@ class Sharding:
         words, table = dict(options or {}), SHARDING_OPTIONS
         problems = [
             f'sharding has an unknown key {key!r}{nearest(str(key), table)}: known are {", ".join(table)}.'
-            for key in words.keys() - table
+            for key in words
+            if key not in table
         ]
         _MESH.read('mesh', mesh, problems)
         read = {
@@ -249,7 +250,7 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: Of all ranks that will hold a part of it.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and mesh.size() > 1:
             value = tensor.detach().to(mesh.device_type).contiguous()
             for group in mesh.get_all_groups():
                 torch.distributed.broadcast(value, group=group, group_src=0)
@@ -328,7 +329,7 @@ def make_groups(model: nn.Module, blocks: Sequence[nn.Module], computed_in: Mapp
             dtypes = list(sizes_of(child))
             if len(dtypes) == 1 and main not in dtypes and _has_forward(child):
                 yield child, dtypes[0]
-            elif dtypes:
+            elif set(dtypes) - {main}:
                 yield from find_apart(child, main)
 
     for block in [*reversed(blocks), model]:
@@ -352,16 +353,17 @@ def _check_groups(model: nn.Module, groups: Sequence[Group], computed_in: Mappin
     calls = {module: group for group in groups for module in group[0]}
     # by the names of modules: the group of each is that of the nearest one above it which fully_shard is called for
     inside: dict[str, Group] = {'': groups[-1]}
-    owners: dict[int, Group] = {}
+    owners: dict[int, tuple[Group, str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         inside[name] = group = calls.get(module, inside[name.rpartition('.')[0]])
         called = f'{name or "the model"} ({class_name(module)})'
         for key, parameter in module.named_parameters(recurse=False):
             dtype = computed_in[id(parameter)]
-            if owners.setdefault(id(parameter), group) is not group:
+            first, holder = owners.setdefault(id(parameter), (group, called))
+            if first is not group:
                 # fully_shard would untie it without a word
                 raise AmpAttachError(
-                    f'{called} and a module that is gathered apart share a parameter, {key}: name blocks, '
+                    f'{holder} and {called} share a parameter, {key}, and are gathered apart: name blocks, '
                     f'sharding=dict(blocks=[...]), such that one of them has both, or untie it.'
                 )
             if dtype is not group[1]:
