@@ -20,8 +20,11 @@ from .torch_internals import VERSION
 _MODULE = 'torch.distributed.fsdp'
 #: Whether what ``fully_shard`` has sharded trains on a CPU. In 2.6 it asks the device for streams, which a CPU has not.
 TRAINS_ON_CPUS = VERSION >= (2, 7)
-#: Whether ``fully_shard`` takes parameters of whole numbers. Before 2.12 it makes parameters that require gradients first.
-SHARDS_WHOLE_NUMBERS = VERSION >= (2, 12)
+#: Whether a group of several modules ends its forward pass where only some of them were called. Before, it keeps its gathered
+#: parameters, and the next backward pass does not average their gradients.
+COMPLETES_GROUPS = VERSION >= (2, 13)
+#: Whether gradients are averaged in the type of the shards where no type is given. Before, in the type of what is gathered.
+AVERAGES_IN_OWN_TYPE = VERSION >= (2, 15)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,18 +50,17 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def _param_groups(model: nn.Module) -> Iterator[Any]:
+def _sharded(models: Iterable[nn.Module]) -> list[Any]:
+    """The modules that ``fully_shard`` was called for."""
+    return [module for model in models for module in model.modules() if is_fully_sharded(module)]
+
+
+def _param_groups(modules: Iterable[Any]) -> Iterator[Any]:
     """FSDP2's own records of its groups; ``_fsdp_param_groups`` since 2.12, one of them in a state before."""
-    seen: set[int] = set()
-    for module in model.modules():
-        if not is_fully_sharded(module):
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        if id(state) in seen:
-            continue
-        seen.add(id(state))
+    # modules of one group share a state
+    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):
         groups = state._fsdp_param_groups if hasattr(state, '_fsdp_param_groups') else [state._fsdp_param_group]
-        yield from (group for group in groups if group is not None)
+        yield from filter(None, groups)
 
 
 def shard_groups(model: nn.Module) -> list[ShardGroup]:
@@ -68,13 +70,10 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
         model: Sharded, as a whole or in part, or not at all.
     """
     found = []
-    for group in _param_groups(model):
-        each = group.fsdp_params
-        # of each parameter since 2.15, where no type to average in means that of the parameter; before, of what is gathered
-        policies = [each_param.mp_policy for each_param in each if hasattr(each_param, 'mp_policy')]
-        policy = policies[0] if policies else group.mp_policy
-        reduce_dtype = policy.reduce_dtype if policies else policy.reduce_dtype or policy.param_dtype
-        parameters = [each_param.sharded_param for each_param in each]
+    for group in _param_groups(_sharded([model])):
+        parameters = [each.sharded_param for each in group.fsdp_params]
+        policy = group.fsdp_params[0].mp_policy
+        reduce_dtype = policy.reduce_dtype or (None if AVERAGES_IN_OWN_TYPE else policy.param_dtype)
         found.append(ShardGroup(tuple(group.modules), parameters, policy.param_dtype, reduce_dtype))
     return found
 
@@ -87,9 +86,8 @@ class Reductions:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        models = list(models)
-        self._groups = [group for model in models for group in _param_groups(model)]
-        self._modules = [module for model in models for module in model.modules() if is_fully_sharded(module)]
+        self._modules = _sharded(models)
+        self._groups = list(_param_groups(self._modules))
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -97,26 +95,14 @@ class Reductions:
     def reshard(self) -> None:
         """Free what a forward pass has gathered and no backward pass has freed: a step would leave it as it was before."""
         for module in self._modules:
-            module.reshard()  # type: ignore[operator]
+            module.reshard()
 
     @property
     def hold_back(self) -> bool:
         """Whether gradients stay in a group, whole, until a later pass averages them (``set_requires_gradient_sync``)."""
-        return any(not group.reduce_grads for group in self._groups)
-
-
-def completes_groups() -> bool:
-    """Whether a group of several modules ends its forward pass where only some of them were called. Since 2.13.
-
-    Before, such a group keeps its gathered parameters, and the next backward pass does not average their gradients.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_state
-
-    return hasattr(_fsdp_state.FSDPState, '_force_complete_incomplete_states')
+        return not all(group.reduce_grads for group in self._groups)
 
 
 def reshard(model: nn.Module) -> None:
     """Let every module hold its sharded parameters. A forward pass may have left gathered ones in their place."""
-    for module in model.modules():
-        if is_fully_sharded(module):
-            module.reshard()  # type: ignore[operator]
+    Reductions([model]).reshard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -42,14 +43,12 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     Returns:
         A sharded tensor of the type of ``value``, on the device of ``like``, with memory of its own.
     """
-    module = sys.modules['torch.distributed.tensor']
-    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+    module: Any = sys.modules['torch.distributed.tensor']
+    mesh, placements = _layout_of(like)
     here = value.detach().to(like.device)
     repeated = module.DTensor.from_local(here, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    made = repeated.redistribute(placements=like.placements)  # type: ignore[attr-defined]
     # a part of the whole would keep all of it in memory
-    part = made.to_local().clone()
-    placements: Any = like.placements  # type: ignore[attr-defined]
+    part = repeated.redistribute(placements=placements).to_local().clone()
     made = module.DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     return made  # type: ignore[no-any-return]
 
@@ -86,14 +85,10 @@ class Layout:
         self.groups: list[ProcessGroup] = []
         self.size = 1
         self.replicas = [1] * len(tensors)
-        self._device = 'cpu'
         if not any_sharded(tensors):
             return
-        meshes: list[Any] = []
-        for tensor in tensors:
-            if is_sharded(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]
-                meshes.append(tensor.device_mesh)  # type: ignore[attr-defined]
-        widest = max(meshes, key=lambda mesh: int(mesh.size()))
+        meshes = list(dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)))  # type: ignore[attr-defined]
+        widest: Any = max(meshes, key=lambda mesh: int(mesh.size()))
         ranks = set(widest.mesh.flatten().tolist())
         for mesh in meshes:
             if not ranks.issuperset(mesh.mesh.flatten().tolist()):
@@ -103,23 +98,17 @@ class Layout:
                 )
         self.size = int(widest.size())
         self._device = widest.device_type
-        if self.size == torch.distributed.get_world_size():
-            world = torch.distributed.group.WORLD
-            assert world is not None
-            self.groups = [world]
-        else:
-            self.groups = [widest.get_group(dim) for dim in range(widest.ndim)]
+        world = torch.distributed.group.WORLD
+        self.groups = [world] if world is not None and world.size() == self.size else widest.get_all_groups()
         self.replicas = [self._replicas(tensor) for tensor in tensors]
 
     def _replicas(self, tensor: Tensor) -> int:
-        shards = 1
-        if is_sharded(tensor):
-            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-            for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-                # the strided shards of tensor parallelism below fully_shard say False to is_shard()
-                if not placement.is_replicate() and not placement.is_partial():
-                    shards *= int(mesh.size(dim))
-        return self.size // shards
+        if not is_sharded(tensor):
+            return self.size
+        mesh, placements = _layout_of(tensor)
+        # the strided shards of tensor parallelism below fully_shard say False to is_shard()
+        sharded = [dim for dim, each in enumerate(placements) if not each.is_replicate() and not each.is_partial()]
+        return self.size // math.prod(int(mesh.size(dim)) for dim in sharded)
 
     def exchange(self, numbers: Tensor, greatest: bool = False) -> Tensor:
         """The sums of numbers over the ranks. Collective, where there are any groups.
@@ -157,13 +146,13 @@ def differs(tensor: Tensor, parameter: Tensor) -> str:
         tensor: Its gradient, or a moment.
         parameter: Sharded or not.
     """
-    if is_sharded(tensor) is not is_sharded(parameter):
-        kinds = {True: 'a DTensor', False: 'a plain tensor'}
-        return f'is {kinds[is_sharded(tensor)]} and the parameter {kinds[is_sharded(parameter)]}'
-    if not is_sharded(parameter):
+    theirs, mine = _layout_of(tensor), _layout_of(parameter)
+    if theirs == mine:
         return ''
-    mine: tuple[Any, Any] = (parameter.device_mesh, tuple(parameter.placements))  # type: ignore[attr-defined]
-    theirs: tuple[Any, Any] = (tensor.device_mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
-    if mine == theirs:
-        return ''
-    return f'is laid out as {theirs[1]} over {theirs[0]}, and the parameter as {mine[1]} over {mine[0]}'
+    shown = [f'laid out as {each[1]} over {each[0]}' if each else 'a plain tensor' for each in (theirs, mine)]
+    return f'is {shown[0]}, and the parameter {shown[1]}'
+
+
+def _layout_of(tensor: Any) -> tuple[Any, ...]:
+    """The mesh and the placements of a sharded tensor; nothing of another one."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else ()

@@ -29,19 +29,20 @@ BATCHNORM = 'keep_batchnorm_fp32: weights and statistics in FP32; its kernels ta
 LOSS = 'the module is a loss, by its class or the name of its class'
 
 
-def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) -> set[int]:
-    """The modules, by id, that ``keep_fp32`` names, under any of their names.
+def named_modules(roots: Roots, wanted: Sequence[str | type], option: str, without_prefix: bool = False) -> set[int]:
+    """The modules, by id, that an option such as ``keep_fp32`` names, under any of their names.
 
     Args:
         roots: Where to look.
-        policy: The configuration.
+        wanted: Module classes, class names, or glob patterns over qualified names.
+        option: Its name, for the error.
         without_prefix: Whether patterns are also held against names without those of the roots.
 
     Raises:
         AmpConfigError: A pattern or class that matches nothing.
     """
     named: set[int] = set()
-    unmatched = set(policy.keep_fp32)
+    unmatched = set(wanted)
     names: list[str] = []
     classes: set[str] = set()
     for prefix, root in roots:
@@ -49,7 +50,7 @@ def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) ->
             key = name_without_wrappers(name)
             names += [key] if key else []
             classes.add(class_name(module))
-            for item in policy.keep_fp32:
+            for item in wanted:
                 if isinstance(item, type):
                     hit = isinstance(module, item)
                 else:
@@ -64,7 +65,7 @@ def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) ->
         known = some(names or sorted(classes))
         raise AmpConfigError(
             [
-                f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. The model has {known}.'
+                f'{option}={label!r} matches no module{nearest(label, [*names, *classes])}. The model has {known}.'
                 for label in labels
             ]
         )
@@ -185,7 +186,7 @@ def check_names(model: nn.Module, policy: Policy) -> None:
         AmpConfigError: A name that the model does not have.
     """
     if policy.runs_16_bit:
-        named_modules([('', model)], policy, without_prefix=True)
+        named_modules([('', model)], policy.keep_fp32, 'keep_fp32', without_prefix=True)
         registered_classes([('', model)], policy)
 
 

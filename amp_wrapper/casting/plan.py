@@ -18,7 +18,7 @@ from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import cast_module, computed_weights, functions, given_weights, late_modules, recompute, region, shard_groups
+from . import cast_module, computed_weights, functions, given_weights, late_modules, recompute, region, shard_check
 from .cast_handle import CastHandle, cast_in_place
 from .cast_module import CALLER, ENTRY_METHODS, Rule
 from .kept_modules import check_inputs, kept_inputs, momentum_networks, named_modules, registered_classes
@@ -91,7 +91,7 @@ class CastPlan:
         self._buffers: dict[str, Tensor] = {}
         for name, root in self.roots:
             self._refuse(name, root)
-        self._named = named_modules(self.roots, policy, covers_forward)
+        self._named = named_modules(self.roots, policy.keep_fp32, 'keep_fp32', covers_forward)
         check_inputs(self.roots, policy)
         if policy.runs_16_bit:
             self._classes = registered_classes(self.roots, policy)
@@ -105,7 +105,7 @@ class CastPlan:
             self._collect()
         if policy.enabled:
             around = within or [root for _, root in self.roots]
-            shard_groups.check(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
+            shard_check.check_shards(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
         dtype = policy.cast_model_type
         if policy.casts_model and dtype is not None:
             self.infinite = given_weights.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
@@ -141,7 +141,7 @@ class CastPlan:
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
         left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
-        # of sharded ones, shard_groups says what they may be
+        # of sharded ones, check_shards says what they may be
         left |= {id(p) for p in root.parameters() if is_sharded(p)}
         self.rounded.update(
             given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left))

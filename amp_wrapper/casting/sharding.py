@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from .. import fsdp_internals
-from ..errors import AmpAttachError, AmpConfigError, nearest
+from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import PolicyOptions, resolve
-from ..policy.levels import OptLevel, Policy, parse_dtype, spellings
-from ..policy.options import plain
+from ..policy.levels import OptLevel, Policy, dtype_name, parse_dtype, spellings
+from ..policy.options import OPTIONS, Option
 from ..shards import is_sharded
 from .cast_handle import cast_in_place
+from .kept_modules import named_modules
 from .modules import class_name
-from .new_groups import NewGroup, find_blocks, make_groups
 from .plan import CastPlan
-from .shard_groups import has_16bit_shards
+from .shard_check import NO_SPLIT_SHARDS, has_16bit_shards
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+_AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _is_mesh(value: Any) -> bool:
+    fits = isinstance(value, DeviceMesh) and (value.device_type != 'cpu' or fsdp_internals.TRAINS_ON_CPUS)
+    return fits and (value.ndim == 1 or (value.ndim == 2 and bool(value.mesh_dim_names)))
+
+
+def _is_averaged_type(value: Any) -> bool:
+    return value is None or parse_dtype(value) in _AVERAGED
+
+
+def _listed(value: Any) -> tuple[str | type, ...] | None:
+    return (value,) if isinstance(value, (str, type)) else None if value is None else tuple(value)
+
+
+_MESH = Option(
+    None,
+    _is_mesh,
+    "must be a DeviceMesh (of GPUs with torch 2.6) of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
+    "names, the first of which repeats the model: init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', 'shard'))",
+)
+#: What one call of ``fully_shard`` is for, and the type in which the level computes with it.
+Group = tuple[list[nn.Module], torch.dtype]
+#: How to shard over a mesh: the other fields of :class:`Sharding`, as users write them.
+SHARDING_OPTIONS: dict[str, Option] = {
+    'blocks': dataclasses.replace(OPTIONS['keep_fp32'], convert=_listed),
+    'reduce_dtype': Option(None, _is_averaged_type, f'must be {spellings(*_AVERAGED)}, or None', parse_dtype),
+    'reshard_after_forward': Option(
+        None, lambda value: isinstance(value, int | None), 'must be True, False or a count'
+    ),
+    'offload': Option(False, lambda value: isinstance(value, bool), 'must be True or False'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,80 +83,41 @@ class Sharding:
 
     @classmethod
     def of(cls, mesh: Any, options: Mapping[str, Any] | None, policy: Policy) -> Sharding:
-        """From what a user has written, which is not changed.
+        """Read what a user has written, which is not changed.
 
         Args:
             mesh: Has to be a ``DeviceMesh``.
-            options: The other fields; ``reduce_dtype`` may be a name.
+            options: By the keys of :data:`SHARDING_OPTIONS`.
             policy: The configuration.
 
         Raises:
             AmpConfigError: Every conflict in one message.
         """
-        problems = []
-        if type(mesh).__name__ != 'DeviceMesh':
-            problems.append(
-                f"mesh={mesh!r} must be a DeviceMesh, such as torch.distributed.device_mesh.init_device_mesh('cuda', "
-                f'(torch.distributed.get_world_size(),)).'
-            )
-        elif mesh.ndim > 2:
-            problems.append(
-                f'mesh={mesh!r} has {mesh.ndim} dimensions: fully_shard takes one, over which it shards, or two, where it '
-                f'repeats the model over the first. Hand over a part of it, by the names of its dimensions.'
-            )
-        elif mesh.ndim == 2 and not mesh.mesh_dim_names:
-            problems.append(
-                f'mesh={mesh!r} has two dimensions without names, which fully_shard wants: '
-                f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.shape)}, mesh_dim_names=('replicate', 'shard'))."
-            )
-        words = dict(options or {})
-        known = [field.name for field in dataclasses.fields(cls) if field.name != 'mesh']
-        problems += [
-            f'sharding has an unknown key {key!r}{nearest(str(key), known)}: known are {", ".join(known)}.'
+        words, table = dict(options or {}), SHARDING_OPTIONS
+        problems = [
+            f'sharding has an unknown key {key!r}{nearest(str(key), table)}: known are {", ".join(table)}.'
             for key in words
-            if key not in known
+            if key not in table
         ]
-        blocks = words.get('blocks')
-        if isinstance(blocks, (str, type)):
-            blocks = (blocks,)
-        if blocks is not None and not (
-            isinstance(blocks, (list, tuple)) and all(isinstance(each, (str, type)) and each for each in blocks)
-        ):
-            problems.append(
-                f"sharding['blocks']={blocks!r} must be module classes, class names or patterns over names."
-            )
-            blocks = None
-        reduce, known_types = words.get('reduce_dtype'), (torch.float32, torch.float16, torch.bfloat16)
-        dtype = parse_dtype(reduce)
-        if reduce is not None and dtype not in known_types:
-            problems.append(f"sharding['reduce_dtype']={reduce!r} must be {spellings(*known_types)}, or None.")
+        _MESH.read('mesh', mesh, problems)
+        read = {
+            name: option.read(f'sharding[{name!r}]', words.get(name, option.default), problems)
+            for name, option in table.items()
+        }
+        ranks = read['reshard_after_forward']
+        if type(ranks) is int and not problems and (ranks < 1 or mesh.size(mesh.ndim - 1) % ranks):
+            problems.append(f"sharding['reshard_after_forward']={ranks} must divide the number of ranks of {mesh!r}.")
         if policy.accumulate_in_fp32 and policy.casts_model:
-            if dtype not in (None, torch.float32):
+            if read['reduce_dtype'] not in (None, torch.float32):
                 problems.append(
-                    f"sharding['reduce_dtype']={reduce!r} conflicts with accumulate_in_fp32=True, which sums gradients in "
-                    f'float32: leave one of the two out.'
+                    "sharding['reduce_dtype'] must be float32 beside accumulate_in_fp32=True: leave it out."
                 )
-            dtype = torch.float32
-        after = plain(words.get('reshard_after_forward'))
-        if after is not None and not isinstance(after, int):
-            problems.append(
-                f"sharding['reshard_after_forward']={after!r} must be True, False, a number of ranks or None."
-            )
-        elif not isinstance(after, (bool, type(None))) and not problems:
-            size = mesh.size(mesh.ndim - 1)
-            if after < 1 or size % after:
-                problems.append(f"sharding['reshard_after_forward']={after} must divide the number of ranks, {size}.")
-        offload = words.get('offload', False)
-        if not isinstance(offload, bool):
-            problems.append(f"sharding['offload']={offload!r} must be True or False.")
+            read['reduce_dtype'] = torch.float32
         if policy.split_masters:
-            problems.append(
-                "master_weights='split' with a mesh: FP32 shards are the masters already, and nothing is kept twice. Leave "
-                'master_weights out.'
-            )
+            problems.append(f"master_weights='split' conflicts with a mesh: {NO_SPLIT_SHARDS}")
         if problems:
             raise AmpConfigError(problems)
-        return cls(mesh, None if blocks is None else tuple(blocks), dtype, after, offload)
+        return cls(mesh, **read)
 
 
 def shard(
@@ -151,34 +145,44 @@ def shard(
         average: The same.
 
     Raises:
-        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; on another kind of device than the mesh; a mesh of
-            CPUs with torch 2.6; a module that mixes types; an optimizer that has state already. Nothing has been changed.
-        AmpConfigError: ``blocks`` that name nothing.
+        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; on another kind of device than the mesh; a module that
+            mixes types; a parameter that two groups share, or without dimensions; an optimizer that has state already. Nothing
+            has been changed.
+        AmpConfigError: ``blocks`` that name nothing. Nothing has been changed.
+        RuntimeError: By torch before 2.12, for a parameter of whole numbers. A part of the model may be sharded.
     """
-    groups: list[NewGroup] = []
-    half: list[nn.Parameter] = []
+    computed_in: dict[int, torch.dtype] = {}
+    groups: list[Group] = []
     for model in models:
-        _check_model(model, sharding)
-        _check_optimizers(optimizers, model)
+        _check_model(model, sharding.mesh)
         plan = CastPlan([('', model)], policy, leave, average)
-        half += plan.parameters.values()
-        regions = [*reversed(find_blocks(model, sharding.blocks)), model]
-        groups += make_groups(model, regions, set(map(id, plan.parameters.values())))
-    before = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
+        if plan.rounded and not has_16bit_shards(policy):
+            raise AmpAttachError(
+                f'{some(list(plan.rounded))} are 16-bit already, and shards are FP32: drop .half() or .bfloat16().'
+            )
+        computed_in |= {id(parameter): parameter.dtype for parameter in model.parameters()}
+        if policy.cast_model_type is not None:
+            computed_in |= dict.fromkeys(map(id, plan.parameters.values()), policy.cast_model_type)
+        groups += make_groups(model, find_blocks(model, sharding.blocks), computed_in)
+    for optimizer in optimizers:
+        whole = [p for group in optimizer.param_groups for p in group['params'] if id(p) in computed_in]
+        if any(map(optimizer.state.get, whole)):
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} has state already, which does not fit shards: initialise before the first step, '
+                f'and load the state afterwards by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
+            )
+    before = [(model, *named) for model in models for named in model.named_parameters(remove_duplicate=False)]
     # from here on, things change
     for model in models:
         begin_alike(model, sharding.mesh)
-    if has_16bit_shards(policy):
-        assert policy.cast_model_type is not None
-        for parameter in half:
-            cast_in_place(parameter, policy.cast_model_type)
-    _call_fully_shard(groups, policy, sharding)
-    sharded: dict[int, nn.Parameter] = {}
-    for model, known in zip(models, before):
-        sharded |= {id(known[name]): now for name, now in model.named_parameters(remove_duplicate=False)}
+    for _, _, parameter in before if has_16bit_shards(policy) else ():
+        cast_in_place(parameter, computed_in[id(parameter)])
+    for group in groups:
+        _call_fully_shard(group, policy, sharding)
+    sharded = {id(parameter): model.get_parameter(name) for model, name, parameter in before}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group['params'][:] = [sharded.get(id(parameter), parameter) for parameter in group['params']]
+        for options in optimizer.param_groups:
+            options['params'][:] = [sharded.get(id(parameter), parameter) for parameter in options['params']]
 
 
 _Model = TypeVar('_Model', bound=nn.Module)
@@ -229,15 +233,10 @@ def fully_shard(
     Raises:
         AmpConfigError: Every conflict of the configuration in one message.
         AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; on another kind of device than the mesh; a module that
-            mixes types. Nothing has been changed.
+            mixes types; a parameter that two groups share, or without dimensions. Nothing has been changed.
     """
     policy = resolve(opt_level, **options)
-    words = {
-        'blocks': blocks,
-        'reduce_dtype': reduce_dtype,
-        'reshard_after_forward': reshard_after_forward,
-        'offload': offload,
-    }
+    words = dict(blocks=blocks, reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, offload=offload)
     shard([model], policy, Sharding.of(mesh, words, policy))
     return model
 
@@ -250,80 +249,147 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         model: Not sharded; tensors on the meta device are left alone.
         mesh: Of all ranks that will hold a part of it.
     """
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
-        if tensor.is_meta or mesh.size() == 1:
-            continue
-        value = tensor.detach().to(mesh.device_type).contiguous()
-        for group in groups:
-            torch.distributed.broadcast(value, torch.distributed.get_global_rank(group, 0), group=group)
-        tensor.copy_(value)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and mesh.size() > 1:
+            value = tensor.detach().to(mesh.device_type).contiguous()
+            for group in mesh.get_all_groups():
+                torch.distributed.broadcast(value, group=group, group_src=0)
+            tensor.copy_(value)
 
 
-def _check_model(model: nn.Module, sharding: Sharding) -> None:
-    mesh = sharding.mesh
-    if mesh.device_type == 'cpu' and not fsdp_internals.TRAINS_ON_CPUS:
-        raise AmpAttachError(
-            f'fully_shard of torch {torch.__version__} trains on no CPU, and the mesh is of CPUs: take a newer torch (2.9 was '
-            f'tried), or a mesh of GPUs.'
-        )
+def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             raise AmpAttachError(
                 f'{name or "the model"} is wrapped in {type(module).__name__}, and a mesh was given: sharding averages '
                 f'gradients itself. Hand over the model alone.'
             )
-        if fsdp_internals.is_fully_sharded(module):
-            raise AmpAttachError(
-                f'{name or "the model"} ({class_name(module)}) is sharded by fully_shard already, and a mesh was given: leave '
-                f'mesh out, or do not call fully_shard.'
-            )
     for name, parameter in model.named_parameters():
+        problem = ''
         if is_sharded(parameter):
-            raise AmpAttachError(
-                f'{name} is a DTensor already, and a mesh was given: call fully_shard for such a model yourself, and '
-                f'leave mesh out here.'
-            )
+            problem = 'is a DTensor already: leave mesh out, or do not call fully_shard'
         # fully_shard moves what is on the CPU to the device of the mesh
-        if parameter.device.type not in (mesh.device_type, 'cpu', 'meta'):
-            raise AmpAttachError(
-                f'{name} is on {parameter.device}, and the mesh is of {mesh.device_type}: they must be of one kind.'
-            )
+        elif parameter.device.type not in (mesh.device_type, 'cpu', 'meta'):
+            problem = f'is on {parameter.device}, and the mesh is of {mesh.device_type}: they must be of one kind'
+        elif not parameter.ndim:
+            problem = 'has no dimensions, and cannot be divided: give it the shape (1,)'
+        if problem:
+            raise AmpAttachError(f'a mesh was given, and {name} {problem}.')
 
 
-def _check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    mine = set(map(id, model.parameters()))
-    for optimizer in optimizers:
-        if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group['params'] if id(p) in mine):
-            raise AmpAttachError(
-                f'{type(optimizer).__name__} has state already, and a mesh was given: state of whole parameters does not fit '
-                f'their shards. Initialise before the first step, and load the state afterwards, by '
-                f'torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
-            )
+def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
+    """The modules that are gathered one by one, outer ones first, without the model itself."""
+    if wanted is None:
+        return list(_items(model))
+    named = named_modules([('', model)], wanted, "sharding['blocks']")
+    return [each for each in model.modules() if id(each) in named and each is not model and _has_forward(each)]
 
 
-def _call_fully_shard(groups: Sequence[NewGroup], policy: Policy, sharding: Sharding) -> None:
+def _items(module: nn.Module) -> Iterator[nn.Module]:
+    """The items of the outermost lists that have modules inside, such as the layers of a transformer."""
+    for child in module.children():
+        listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        if listed and not is_list and any(True for _ in child.children()):
+            yield child
+        else:
+            yield from _items(child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module is called, which gathers its group: a ``ModuleList`` is not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def make_groups(model: nn.Module, blocks: Sequence[nn.Module], computed_in: Mapping[int, torch.dtype]) -> list[Group]:
+    """The calls of ``fully_shard``, in order: each leaves out what those before it have sharded. Nothing is called here.
+
+    Args:
+        model: Its own call is the last one.
+        blocks: What is gathered as a whole, outer modules first. Modules inside that are of another type come before each.
+        computed_in: The type in which the level computes with each parameter, by id.
+
+    Raises:
+        AmpAttachError: A module that mixes types; a parameter that two groups share.
+    """
+    groups: list[Group] = []
+    taken: set[int] = set()
+
+    def sizes_of(module: nn.Module) -> Counter[torch.dtype]:
+        """How many elements of each type a call for a module would take."""
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in module.parameters():
+            if id(parameter) not in taken:
+                sizes[computed_in[id(parameter)]] += parameter.numel()
+        return sizes
+
+    def find_apart(module: nn.Module, main: torch.dtype) -> Iterator[tuple[nn.Module, torch.dtype]]:
+        """The largest modules below whose parameters are all of one other type than ``main``, with that type."""
+        for child in module.children():
+            dtypes = list(sizes_of(child))
+            if len(dtypes) == 1 and main not in dtypes and _has_forward(child):
+                yield child, dtypes[0]
+            elif set(dtypes) - {main}:
+                yield from find_apart(child, main)
+
+    for block in [*reversed(blocks), model]:
+        sizes = sizes_of(block)
+        if not sizes and block is not model:
+            continue
+        own = [computed_in[id(parameter)] for parameter in block.parameters(recurse=False)]
+        main = own[0] if own else max(sizes, key=sizes.__getitem__, default=torch.float32)
+        apart = dict(find_apart(block, main))
+        for dtype in dict.fromkeys(apart.values()):
+            modules = [module for module, other in apart.items() if other is dtype]
+            together = [modules] if fsdp_internals.COMPLETES_GROUPS else [[module] for module in modules]
+            groups += [(each, dtype) for each in together]
+        groups.append(([block], main))
+        taken.update(map(id, block.parameters()))
+    _check_groups(model, groups, computed_in)
+    return groups
+
+
+def _check_groups(model: nn.Module, groups: Sequence[Group], computed_in: Mapping[int, torch.dtype]) -> None:
+    calls = {module: group for group in groups for module in group[0]}
+    # by the names of modules: the group of each is that of the nearest one above it which fully_shard is called for
+    inside: dict[str, Group] = {'': groups[-1]}
+    owners: dict[int, tuple[Group, str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside[name] = group = calls.get(module, inside[name.rpartition('.')[0]])
+        called = f'{name or "the model"} ({class_name(module)})'
+        for key, parameter in module.named_parameters(recurse=False):
+            dtype = computed_in[id(parameter)]
+            first, holder = owners.setdefault(id(parameter), (group, called))
+            if first is not group:
+                # fully_shard would untie it without a word
+                raise AmpAttachError(
+                    f'{holder} and {called} share a parameter, {key}, and are gathered apart: name blocks, '
+                    f'sharding=dict(blocks=[...]), such that one of them has both, or untie it.'
+                )
+            if dtype is not group[1]:
+                raise AmpAttachError(
+                    f'{called} has {key}, which the level computes with in {dtype_name(dtype)}, beside '
+                    f'parameters in {dtype_name(group[1])}: move it into a module of its own (weight_norm and spectral_norm of '
+                    f'torch.nn.utils.parametrizations do), or name the module in keep_fp32 or sharding=dict(blocks=[...]).'
+                )
+
+
+def _call_fully_shard(group: Group, policy: Policy, sharding: Sharding) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    gathers = policy.cast_model_type if policy.casts_model and not has_16bit_shards(policy) else None
-    # torch changed in 2.15 what it takes without a type
-    averages = sharding.reduce_dtype or gathers
-    pins = sharding.mesh.device_type == 'cuda'
+    modules, dtype = group
+    is_half = policy.casts_model and dtype is policy.cast_model_type
+    gathered = dtype if is_half else None
+    # what stays FP32 is averaged in FP32; torch changed in 2.15 what it takes without a type
+    averaged = sharding.reduce_dtype or gathered if is_half or not policy.casts_model else None
+    pins, after = sharding.mesh.device_type == 'cuda', sharding.reshard_after_forward
     # None means the same as leaving it out, and torch 2.6 refuses it
-    after: dict[str, Any] = {}
-    if sharding.reshard_after_forward is not None:
-        after['reshard_after_forward'] = sharding.reshard_after_forward
-    for group in groups:
-        fully_shard(
-            group.modules[0] if len(group.modules) == 1 else group.modules,
-            mesh=sharding.mesh,
-            **after,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=gathers if group.is_half else None,
-                # what stays FP32 is averaged in FP32
-                reduce_dtype=averages if group.is_half or not policy.casts_model else None,
-                # the casts of the level are hooks of their own
-                cast_forward_inputs=False,
-            ),
-            offload_policy=CPUOffloadPolicy(pin_memory=pins) if sharding.offload else OffloadPolicy(),
-        )
+    options: dict[str, Any] = {} if after is None else {'reshard_after_forward': after}
+    fully_shard(
+        modules,
+        mesh=sharding.mesh,
+        # inputs are cast by the modules of the level
+        mp_policy=MixedPrecisionPolicy(gathered, averaged, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy(pin_memory=pins) if sharding.offload else OffloadPolicy(),
+        **options,
+    )

@@ -291,6 +291,14 @@ def test_blocks_and_what_stays_fp32_are_gathered_by_themselves(here: Here, case:
 
 
 @on_ranks()
+def test_parametrized_weights_are_gathered_in_fp32(here: Here) -> None:
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), nn.Linear(3, 2)).to(here.device)
+    amp.initialize(net, FusedSGD(net.parameters(), lr=0.1), opt_level='O5', mesh=mesh_of(here), verbosity=0)
+    net(batch(here, 0)).sum().backward()
+    assert all(isinstance(parameter.grad, DTensor) for parameter in net.parameters())
+
+
+@on_ranks()
 def test_a_model_that_is_nowhere_whole(here: Here) -> None:
     """Sharded on the meta device, then filled: the bits of one that was whole."""
     found = []

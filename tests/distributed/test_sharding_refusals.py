@@ -35,14 +35,10 @@ def _large(here: Here) -> nn.Module:
 
 
 UNFIT: dict[str, tuple[Callable[[Here], nn.Module], str, dict[str, Any]]] = {
-    r'gathers .* in bfloat16.*blocks\.0\.bn\.weight': (lambda here: _by_torch(here, torch.bfloat16), 'O5', {}),
-    r'gathers its parameters in float32.*param_dtype=torch\.bfloat16': (lambda here: _by_torch(here, None), 'O5', {}),
-    r'gathers its parameters in bfloat16, and O4': (lambda here: _by_torch(here, torch.bfloat16), 'O4', {}),
-    r'param_dtype=torch\.float16': (
-        lambda here: _by_torch(here, torch.bfloat16),
-        'O2',
-        dict(keep_batchnorm_fp32=False),
-    ),
+    r'gathers in bfloat16.*blocks\.0\.bn\.weight': (lambda here: _by_torch(here, torch.bfloat16), 'O5', {}),
+    r'gathers in float32.*param_dtype=torch\.bfloat16': (lambda here: _by_torch(here, None), 'O5', {}),
+    r'gathers in bfloat16, and O4': (lambda here: _by_torch(here, torch.bfloat16), 'O4', {}),
+    r'torch\.float16': (lambda here: _by_torch(here, torch.bfloat16), 'O2', dict(keep_batchnorm_fp32=False)),
     r'shards in float32': (lambda here: _by_torch(here, None), 'O3', {}),
     r'shards in bfloat16': (lambda here: _by_torch(here, None, half=True), 'O5', dict(from_16bit=True)),
     r'beyond the range of float16.*100000': (_large, 'O2', {}),
@@ -73,13 +69,9 @@ class Scalar(nn.Linear):
         self.factor = nn.Parameter(torch.ones(()))
 
 
-def _old_weight_norm() -> nn.Module:
-    return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
-
-
 REFUSED: dict[str, tuple[type[Exception], Callable[[], nn.Module], dict[str, Any]]] = {
     'must be a DeviceMesh': (AmpConfigError, Net, dict(mesh=3)),
-    '3 dimensions': (AmpConfigError, Net, dict(mesh='2, 1, 1')),
+    'of one dimension': (AmpConfigError, Net, dict(mesh='2, 1, 1')),
     "mesh_dim_names=.'replicate', 'shard'": (AmpConfigError, Net, dict(mesh='1, 2')),
     "unknown key 'block'.*did you mean 'blocks'": (AmpConfigError, Net, dict(sharding=dict(block='Block'))),
     "'Blok'.*did you mean 'Block'": (AmpConfigError, Net, dict(sharding=dict(blocks='Blok'))),
@@ -88,8 +80,9 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], nn.Module], dict[str, Any
     'must divide the number of ranks': (AmpConfigError, Net, dict(sharding=dict(reshard_after_forward=3))),
     'without a mesh': (AmpConfigError, Net, dict(mesh=None, sharding=dict(blocks='Block'))),
     'share a parameter': (AmpAttachError, Tied, {}),
-    'without dimensions': (AmpAttachError, Scalar, {}),
-    'weight_norm.*parametrizations': (AmpAttachError, _old_weight_norm, {}),
+    'no dimensions': (AmpAttachError, Scalar, {}),
+    'weight_norm.*parametrizations': (AmpAttachError, lambda: nn.utils.weight_norm(nn.Linear(3, 3)), {}),
+    '16-bit already': (AmpAttachError, lambda: Net().bfloat16(), dict(from_16bit=True)),
 }
 
 
@@ -102,12 +95,11 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(here: Here, t
     words = {'mesh': mesh_of(here), **words}
     if isinstance(words['mesh'], str):
         words['mesh'] = init_device_mesh(here.device.type, tuple(map(int, words['mesh'].split(','))))
-    parameters = list(net.parameters())
+    before = [(id(parameter), parameter.dtype) for parameter in net.parameters()]
     with pytest.raises(kind, match=f'(?s){text}'):
         amp.initialize(net, optimizer, opt_level=level, verbosity=0, **words)
     assert not any(isinstance(module, FSDPModule) for module in net.modules())
-    assert {parameter.dtype for parameter in parameters} == {torch.float32}
-    assert all(map(lambda a, b: a is b, optimizer.param_groups[0]['params'], parameters))
+    assert [(id(parameter), parameter.dtype) for parameter in optimizer.param_groups[0]['params']] == before
 
 
 @on_ranks()
