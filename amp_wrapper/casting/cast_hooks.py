@@ -47,7 +47,7 @@ class _Unscriptable:
 
 @untraced
 def _synchronise(module: nn.Module) -> None:
-    fp32_values.synchronise(module.parameters())
+    fp32_values.agree(module.parameters())
 
 
 #: The calls that are becoming part of a graph.

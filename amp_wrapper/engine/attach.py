@@ -14,11 +14,11 @@ from ..autocast import regions
 from ..casting import given_weights, ownership, roots
 from ..casting.cast_handle import CastHandle
 from ..casting.find_hooks import copies_are_fp32
-from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
+from ..casting.masters import Masters
 from ..casting.modules import module_device
+from ..casting.optimizer_state import cast_state_to_parameters, warn_of_lost_eps
 from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
-from ..casting.split_masters import SplitMasters
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
@@ -133,8 +133,6 @@ def detach_model(parts: EngineParts) -> None:
     regions.unwind_stale()
     params = parts.params
     casts = parts.casts is not None and parts.casts.casts
-    params.synchronise()
-    params.refresh()
     params.release()
     if parts.casts is not None:
         parts.casts.remove()
@@ -222,13 +220,12 @@ def _cast_by_others(parts: EngineParts) -> tuple[set[int], list[nn.Parameter]]:
 
 def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
     """From the weights before they are rounded."""
-    if parts.optimizer is None:
-        return
-    if parts.policy.split_masters:
-        assert parts.policy.cast_model_type is not None
-        parts.params = SplitMasters(parts.optimizer, plan.parameters, parts.policy.cast_model_type)
-    elif parts.policy.master_weights:
-        parts.params = Fp32Masters(parts.optimizer, plan.parameters)
+    policy = parts.policy
+    if parts.optimizer is not None and policy.master_weights:
+        assert policy.cast_model_type is not None
+        parts.params = Masters(
+            parts.optimizer, plan.parameters, 'split' if policy.split_masters else 'whole', policy.cast_model_type
+        )
 
 
 def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
@@ -277,7 +274,7 @@ def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:
-    if isinstance(parts.params, Fp32Masters):
+    if parts.params.kind == 'whole':
         forward_entry.watch(models, parts.params)
 
 

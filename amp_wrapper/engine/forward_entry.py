@@ -13,9 +13,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, CastInputs
-from ..casting.masters import Fp32Masters
+from ..casting.masters import Masters
 from ..compiler_internals import constant_when_traced, traced_as
 from ..torch_internals import first_pre_hook, forward_pre_hooks
 from . import averages, graph_calls
@@ -29,7 +28,7 @@ class FollowMasters(AmpHook):
     """
 
     def __init__(self) -> None:
-        self.followed: list[ReferenceType[Fp32Masters]] = []
+        self.followed: list[ReferenceType[Masters]] = []
 
     def in_graph(self, module: nn.Module, args: Any) -> None:
         """As a call of the hook, where torch.compile traces it."""
@@ -67,13 +66,14 @@ class FollowMasters(AmpHook):
         return {'followed': []}
 
 
-def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
+def watch(roots: Iterable[nn.Module], masters: Masters) -> None:
     """Let the weights of models follow masters before every forward call.
 
     Args:
         roots: Cast models.
         masters: Those of one optimizer.
     """
+    with_master = {id(weight) for weight, _ in masters.pairs}
     for root in roots:
         hook = next((hook for hook in forward_pre_hooks(root).values() if isinstance(hook, FollowMasters)), None)
         if hook is None:
@@ -82,7 +82,7 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
             first_pre_hook(root, hook)
         hook.followed.append(ref(masters))
         for module in root.modules():
-            if any(fp32_values.master_of(weight) is not None for weight in module.parameters(recurse=False)):
+            if any(id(weight) in with_master for weight in module.parameters(recurse=False)):
                 for own in forward_pre_hooks(module).values():
                     if isinstance(own, CastInputs):
                         # where somebody calls the module directly
