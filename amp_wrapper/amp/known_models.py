@@ -154,7 +154,8 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
         return
     name = type(optimizer).__name__
     for parameter in parameters:
-        if fp32_values.master_tensor(parameter) is not None:
+        pair = fp32_values.pair_of(parameter)
+        if pair is not None and not pair.is_split:
             raise AmpUsageError(
                 f'{name}.step() of an optimizer that was not initialised, on 16-bit weights that have FP32 masters, with '
                 f'gradients that carry a loss scale: hand it over, by amp.initialize([], optimizer), before its first '

@@ -254,7 +254,7 @@ def _follow(module: CastModule) -> None:
         module._is_traced()
     else:
         # with those below, which some modules use without calling them
-        fp32_values.synchronise(module.parameters())
+        fp32_values.agree(module.parameters())
 
 
 def _trace(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:

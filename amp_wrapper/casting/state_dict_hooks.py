@@ -44,7 +44,7 @@ class Fp32StateDict(AmpHook):
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
             # reads the flag of a master from the device
-            if bool(fp32_values.agree(tensor)) and self.speaks:
+            if bool(fp32_values.take_up_edits(tensor)) and self.speaks:
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value: '
                     f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '
@@ -119,7 +119,7 @@ class LoadFp32(AmpHook):
                     continue
             if old._version != versions.get(name):
                 # newer than whatever was written to the weight or its master before
-                fp32_values.take_weight(old)
+                fp32_values.weights_win([old])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch holds its methods, which a copy keeps
@@ -159,7 +159,7 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
 def _become_fp32(mine: Tensor, theirs: Tensor) -> None:
     """A copied tensor takes the FP32 value of its original, and keeps its identity."""
     if mine.dtype in HALF_TYPES:
-        fp32_values.agree(theirs)
+        fp32_values.take_up_edits(theirs)
         exact = fp32_values.fp32_value(theirs)
         mine.data = theirs.detach().float() if exact is None else exact.clone()
         mine.grad = None

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from .. import fsdp_internals
 from ..casting import cast_module, given_weights, hooks, ownership, roots
 from ..casting.cast_handle import CastHandle
-from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
+from ..casting.masters import Masters
 from ..casting.modules import module_device
+from ..casting.optimizer_state import cast_state_to_parameters, warn_of_lost_eps
 from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
-from ..casting.split_masters import SplitMasters
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
@@ -129,8 +129,6 @@ def detach_model(parts: EngineParts) -> None:
         raise AmpUsageError('detach() in the middle of an accumulation would lose its gradients: step() first.')
     params = parts.params
     casts = parts.casts is not None and parts.casts.casts
-    params.synchronise()
-    params.refresh()
     params.release()
     if parts.casts is not None:
         parts.casts.remove()
@@ -218,13 +216,12 @@ def _cast_by_others(parts: EngineParts) -> tuple[set[int], list[nn.Parameter]]:
 
 def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
     """From the weights before they are rounded."""
-    if parts.optimizer is None:
-        return
-    if parts.policy.split_masters:
-        assert parts.policy.cast_model_type is not None
-        parts.params = SplitMasters(parts.optimizer, plan.parameters, parts.policy.cast_model_type)
-    elif parts.policy.master_weights:
-        parts.params = Fp32Masters(parts.optimizer, plan.parameters)
+    policy = parts.policy
+    if parts.optimizer is not None and policy.master_weights:
+        assert policy.cast_model_type is not None
+        parts.params = Masters(
+            parts.optimizer, plan.parameters, 'split' if policy.split_masters else 'whole', policy.cast_model_type
+        )
 
 
 def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
@@ -272,7 +269,7 @@ def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:
-    if isinstance(parts.params, Fp32Masters):
+    if parts.params.kind == 'whole':
         forward_entry.watch(models, parts.params)
 
 

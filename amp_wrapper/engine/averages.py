@@ -72,7 +72,7 @@ def fp32(tensor: Tensor) -> Tensor:
     if tensor.dtype not in HALF_TYPES:
         return tensor
     # an edit that no step has seen yet belongs to the average too
-    fp32_values.agree(tensor)
+    fp32_values.take_up_edits(tensor)
     exact = fp32_values.fp32_value(tensor)
     return tensor.detach().float() if exact is None else exact
 

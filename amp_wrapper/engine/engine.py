@@ -336,8 +336,8 @@ class AmpEngine:
             finish_gradients(parts)
         if kwargs.get('closure') is not None:
             return step_with_closure(parts, clip, kwargs)
-        lists = parts.params.lists(parts.device)
         parts.params.before_step(parts.gradients.busy)
+        lists = parts.params.lists(parts.device)
         for observer in parts.observers:
             observer.before_step(parts)
         gradients = self._fused.gradients(clip, lists)

@@ -13,10 +13,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from ..casting import fp32_values
 from ..casting.cast_module import CastModule
 from ..casting.hooks import AmpHook
-from ..casting.masters import Fp32Masters
+from ..casting.masters import Masters
 from ..compiler_internals import constant_when_traced, traced_as
 from ..torch_internals import first_pre_hook, forward_pre_hooks
 from . import averages, graph_calls
@@ -30,7 +29,7 @@ class FollowMasters(AmpHook):
     """
 
     def __init__(self) -> None:
-        self.followed: list[ReferenceType[Fp32Masters]] = []
+        self.followed: list[ReferenceType[Masters]] = []
 
     def in_graph(self, module: nn.Module, args: Any) -> None:
         """As a call of the hook, where torch.compile traces it."""
@@ -68,13 +67,14 @@ class FollowMasters(AmpHook):
         return {'followed': []}
 
 
-def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
+def watch(roots: Iterable[nn.Module], masters: Masters) -> None:
     """Let the weights of models follow masters before every forward call.
 
     Args:
         roots: Cast models.
         masters: Those of one optimizer.
     """
+    with_master = {id(weight) for weight, _ in masters.pairs}
     for root in roots:
         hook = next((hook for hook in forward_pre_hooks(root).values() if isinstance(hook, FollowMasters)), None)
         if hook is None:
@@ -83,7 +83,7 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
             first_pre_hook(root, hook)
         hook.followed.append(ref(masters))
         for module in root.modules():
-            has_masters = any(fp32_values.master_of(weight) is not None for weight in module.parameters(recurse=False))
+            has_masters = any(id(weight) in with_master for weight in module.parameters(recurse=False))
             if has_masters and isinstance(module, CastModule):
                 # where somebody calls the module directly
                 vars(module)['_amp_follower'] = ref(hook)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..casting import cast_handle, roots, split_masters
-from ..casting.param_pairs import ParamPairs, StepLists
+from ..casting import cast_handle, optimizer_state, roots
+from ..casting.masters import Masters, StepLists
 from ..checkpoint.format import SavedAmp
 from ..fsdp_internals import Reductions
 from ..ops import attributes
@@ -91,7 +91,7 @@ class EngineParts:
         self.observers: list[StepObserver] = []
         self.device = torch.device('cpu')
         self.names: dict[int, str] = {}
-        self.params = ParamPairs(optimizer)
+        self.params = Masters(optimizer)
         self.scales = LossScales(policy, scalers)
         # several scales must never mix in one gradient
         unscaled = policy.enabled and (policy.num_losses > 1 or self.scales.are_shared)
@@ -124,7 +124,7 @@ class EngineParts:
         if policy.enabled and optimizer is not None:
             roots.check_optimizer(optimizer)
             if policy.split_masters:
-                split_masters.check_optimizer(optimizer)
+                optimizer_state.check_steps_split(optimizer)
 
     def reset(self) -> None:
         """The model was let go."""
@@ -132,7 +132,7 @@ class EngineParts:
         self.reductions = Reductions(())
         if self.shard_gradients is not None:
             self.shard_gradients.remove()
-        self.params = ParamPairs(self.optimizer)
+        self.params = Masters(self.optimizer)
         self.shard_gradients = self.buffers = self.casts = None
         self.stage = Stage.DETACHED
 

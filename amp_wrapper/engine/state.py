@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..casting.masters import keep_scalar_state
+from ..casting.optimizer_state import keep_scalar_state
 from ..checkpoint import report
 from ..errors import AmpCheckpointError
 from ..policy.nested import parameters_of

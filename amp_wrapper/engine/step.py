@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..casting import fp32_values
-from ..casting.param_pairs import StepLists
+from ..casting.masters import StepLists
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
 from ..shards import local
@@ -283,7 +283,7 @@ class StepChecks:
                 'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '
                 'Step after the block.'
             )
-        if fp32_values.pairs.made != self._known and not params.have_fp32_values:
+        if fp32_values.pairs_made != self._known and not params.have_fp32_values:
             self._check_late_masters()
         if kwargs.get('closure') is not None:
             if scales.is_one and not params.have_fp32_values:
@@ -306,7 +306,7 @@ class StepChecks:
                 f'optimizer steps, since the model was initialised again at another level. This one would round what it does '
                 f'to them. Step the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
             )
-        self._known = fp32_values.pairs.made
+        self._known = fp32_values.pairs_made
 
 
 def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Mapping[str, Any]) -> StepResult:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...casting.param_pairs import ParamPairs, StepLists
+from ...casting.masters import Masters, StepLists
 from ...errors import AmpUsageError
 from ...ops import attributes
 from ...shards import fitted
@@ -93,7 +93,7 @@ class UnscaledGradients(ScaledGradients):
         """The gradients of these weights are about to be clipped; those of masters stay as they are."""
         self.added.note_clipped(weights, writes)
 
-    def clear(self, params: ParamPairs) -> None:
+    def clear(self, params: Masters) -> None:
         """Gradients were cleared, of weights and masters."""
         weights = _weights_of(params.pairs)
         self.added.forget(weights)
@@ -168,7 +168,7 @@ class UnscaledGradients(ScaledGradients):
         are_same = torch.stack(same).tolist() if same else []
         self.added.note([weight for weight, is_same in zip(moved, are_same) if is_same])
 
-    def put_back(self, params: ParamPairs) -> None:
+    def put_back(self, params: Masters) -> None:
         """After a pass, however it ended: weights that got no gradient have the one that was left there before."""
         if self.in_backward or self.held is not None or not self.aside:
             # what lies on the weights will be unscaled, all of it
@@ -301,7 +301,7 @@ class UnscaledGradients(ScaledGradients):
             if master.grad is None:
                 master.grad = before.get(id(master))
 
-    def release(self, params: ParamPairs, found_inf: Tensor | None) -> None:
+    def release(self, params: Masters, found_inf: Tensor | None) -> None:
         """Unscale what is held: a step does not wait for a pass that averages it."""
         held, self.held = self.held, None
         if held is not None:
@@ -328,7 +328,7 @@ class UnscaledGradients(ScaledGradients):
         return attributes.gradients(lists.parameters)
 
     def unscale(
-        self, params: ParamPairs, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
+        self, params: Masters, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
     ) -> Tensor | None:
         """Nothing: done at each backward pass."""
         return None

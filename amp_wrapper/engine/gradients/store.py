@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...casting.param_pairs import ParamPairs, StepLists
+from ...casting.masters import Masters, StepLists
 from ...ops import attributes
 from ...policy.nested import HALF_TYPES
 from ...shards import fitted, is_sharded
@@ -87,7 +87,7 @@ class ScaledGradients:
         if self.sums is not None:
             self.sums.take(weights)
 
-    def clear(self, params: ParamPairs) -> None:
+    def clear(self, params: Masters) -> None:
         """Gradients were cleared, of weights and masters."""
         self._before_step = []
         if self.sums is not None:
@@ -103,10 +103,10 @@ class ScaledGradients:
             if weight.grad is not None:
                 master.grad = None
 
-    def put_back(self, params: ParamPairs) -> None:
+    def put_back(self, params: Masters) -> None:
         """A backward pass has ended, however it did."""
 
-    def release(self, params: ParamPairs, found_inf: Tensor | None) -> None:
+    def release(self, params: Masters, found_inf: Tensor | None) -> None:
         """Unscale what waits for a backward pass that is averaged; nothing waits."""
 
     def to_step(self, lists: StepLists) -> list[Tensor | None]:
@@ -128,7 +128,7 @@ class ScaledGradients:
         return lambda weight: ops.add_gradients(sums.get(weight), direct.get(id(weight)))
 
     def unscale(
-        self, params: ParamPairs, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
+        self, params: Masters, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
     ) -> Tensor | None:
         """Bring unscaled gradients to where the optimizer looks for them.
 

@@ -56,17 +56,17 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     kept: dict[int, Tensor] = {}
     for index, (mean, weight) in enumerate(zip(means, sources)):
         # an edit of the weight has to reach the master first
-        fp32_values.agree(weight)
+        fp32_values.take_up_edits(weight)
         exact = fp32_values.fp32_value(weight)
         before = mean.detach().clone()
         mean.data.copy_(weight.data if exact is None else exact)
         if exact is None:
             weight.data.copy_(before)
-            is_rounded = weight.dtype != mean.dtype
         else:
             fp32_values.write_fp32(weight, before)
-            # not every average can be split
-            is_rounded = fp32_values.remainder_of(weight) is not None
+        # not every average can be split
+        pair = fp32_values.pair_of(weight)
+        is_rounded = weight.dtype != mean.dtype if pair is None else pair.is_split
         if index in waiting:
             mean.data.copy_(waiting[index])
         elif is_rounded:
