@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,15 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..autocast import listening, state
 from ..autocast.call import CallRule
-from ..casting.cast_hooks import CastInputs, Fp32Inputs
-from ..casting.kept_modules import BATCHNORM, LOSS, Kept, why_kept
+from ..casting.kept import BATCHNORM, LOSS, Kept
 from ..casting.modules import is_batchnorm
-from ..casting.region_hooks import FP32, region_on
 from ..policy import Policy, dtype_name
 from ..policy.autocast_lists import HALF, OP_RULES, OpRule
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES
-from ..torch_internals import TorchDispatchMode, first_pre_hook, forward_pre_hooks
+from ..torch_internals import TorchDispatchMode, first_pre_hook
 from .op_tensors import numbers
 from .rounding import Gathering
 
@@ -68,8 +66,8 @@ class OpRun:
 #: Why something runs in FP32 at a 16-bit level: what a rule is called in reports, and what it means.
 RULES = {
     'keep_fp32': 'the module is named by keep_fp32',
-    'batchnorm': BATCHNORM,
-    'loss': LOSS,
+    'batchnorm': BATCHNORM.reason,
+    'loss': LOSS.reason,
     'registry': 'the function or module is in the FP32 registry',
     'fp32_ops': 'the function or module is named by fp32_ops',
     'method': 'a method of a head, which turns outputs into losses or predictions',
@@ -131,8 +129,8 @@ class ModuleRecorder:
     Args:
         model: Attached at its level.
         policy: The level.
+        kept: The modules that the cast keeps in FP32, by id.
         rounds: Whether rounding is measured, beside ranges.
-        measures: Whether ranges are measured.
         scale: Of :class:`~amp_wrapper.diagnostics.rounding.Gathering`, for gradients.
     """
 
@@ -140,13 +138,12 @@ class ModuleRecorder:
         self,
         model: nn.Module,
         policy: Policy,
+        kept: Mapping[int, Kept],
         rounds: bool = False,
-        measures: bool = True,
         scale: float | None = None,
     ) -> None:
         self.policy = policy
         self.records: dict[str, ModuleRecord] = {}
-        self._measures = measures
         self._is_forward = False
         # with ranges: their ops are none of the model
         self._is_busy = False
@@ -163,26 +160,10 @@ class ModuleRecorder:
         for name, module in model.named_modules():
             self.records[name] = ModuleRecord(rounds, scale)
             if not isinstance(module, torch.jit.ScriptModule):
-                self.records[name].kept = self._kept(module, name)
+                above = self.records[name.rpartition('.')[0]]
+                self.records[name].kept = above.kept or kept.get(id(module))
                 self._watch(module, name)
         self.records[OUTSIDE] = ModuleRecord(rounds, scale)
-
-    def _kept(self, module: nn.Module, name: str) -> Kept | None:
-        """What the cast has left in FP32 there: seen at its hooks, and at its place below one that has them."""
-        above = name
-        while above:
-            above = above.rpartition('.')[0]
-            kept = self.records[above].kept if above in self.records else None
-            if kept is not None:
-                return kept
-        hooks = forward_pre_hooks(module).values()
-        casts_up = any(
-            isinstance(h, CastInputs) and not isinstance(h, Fp32Inputs) and h.dtype is torch.float32 for h in hooks
-        )
-        stays = self.policy.casts_model and self.policy.keep_batchnorm_fp32 and is_batchnorm(module)
-        if stays or casts_up or region_on(module, FP32) is not None:
-            return why_kept(module, name, self.policy)
-        return None
 
     def _watch(self, module: nn.Module, name: str) -> None:
         record = self.records[name]
@@ -222,13 +203,12 @@ class ModuleRecorder:
         module.register_forward_hook(leave, always_call=True)
 
     def _measure(self, record: ModuleRecord, key: str, tensors: Sequence[Tensor]) -> None:
-        if self._measures:
-            self._is_busy = True
-            try:
-                with torch.no_grad():
-                    record.ranges[key].add(tensors, self.totals.get(key))
-            finally:
-                self._is_busy = False
+        self._is_busy = True
+        try:
+            with torch.no_grad():
+                record.ranges[key].add(tensors, self.totals.get(key))
+        finally:
+            self._is_busy = False
 
     def _gradient(self, record: ModuleRecord, gradient: Tensor) -> None:
         _note(record.gradients, [gradient])

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .. import fsdp_internals
 from ..autocast import regions
-from ..casting import given_weights, ownership, roots
+from ..casting import checks, roots
 from ..casting.cast_handle import CastHandle
 from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
@@ -54,13 +54,13 @@ def attach_model(
     foreign = list(foreign)
     if optimizer is not None:
         theirs = [weight for other in parts.others for weight in other.weights()]
-        ownership.check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
+        checks.check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
     done, shared_weights = _cast_by_others(parts)
     plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
     _make_masters(parts, plan)
     parts.casts = plan.apply()
     _take_cast(parts, plan, shared_weights)
-    given_weights.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum.values(), policy)
+    checks.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
     _watch_shards(parts, [inner])
@@ -99,7 +99,7 @@ def attach_parts(
     for engine in engines:
         _make_masters(engine, plan)
     handle = plan.apply()
-    given_weights.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum.values(), policy)
+    checks.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum, policy)
     for engine in engines:
         _take_cast(engine, plan)
         if named:
@@ -234,7 +234,7 @@ def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
 def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
     """After the cast."""
     optimizer, policy = parts.optimizer, parts.policy
-    parts.op_set = plan.ops
+    parts.op_set, parts.kept = plan.ops, plan.kept
     if plan.rounded and optimizer is not None and (parts.params.have_fp32_values or plan.raised):
         # of weights that are FP32 from now on, here or as masters
         _state_to_fp32(optimizer)

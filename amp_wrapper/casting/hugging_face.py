@@ -1,0 +1,60 @@
+"""Writes the type of the saved weights into the config that ``save_pretrained`` of Hugging Face's models writes beside them.
+
+transformers takes that type from the model's parameters, which are 16-bit at the levels that cast, while the state dict has
+FP32 values. The file is corrected after it was written: too late for what ``save_pretrained(push_to_hub=True)`` uploads by
+itself; ``model.push_to_hub()`` saves first. transformers is never imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..policy.levels import dtype_name
+from .find_hooks import has_hook
+from .state_dict_hooks import Fp32StateDict
+
+
+def watch(models: Iterable[nn.Module]) -> None:
+    """Correct the configs that are written for cast models of Hugging Face from now on. Does nothing for other models.
+
+    Args:
+        models: Attached models; Hugging Face's may stand inside of others.
+    """
+    base = getattr(sys.modules.get('transformers.modeling_utils'), 'PreTrainedModel', None)
+    if base is None or hasattr(base.save_pretrained, 'corrects_type'):
+        return
+    if any(isinstance(module, base) for model in models for module in model.modules()):
+        base.save_pretrained = _correcting_the_type(base.save_pretrained)
+
+
+def _correcting_the_type(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_pretrained(
+        self: nn.Module,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+        config = Path(save_directory, 'config.json')
+        if is_main_process and config.is_file() and any(has_hook(module, Fp32StateDict) for module in self.modules()):
+            values = json.loads(config.read_text(encoding='utf-8'))
+            given = (value for value in (state_dict or {}).values() if isinstance(value, Tensor))
+            # without a state dict the model's own is saved, which is FP32
+            saved = next((dtype_name(tensor.dtype) for tensor in given if tensor.is_floating_point()), 'float32')
+            # transformers 4.56 and later, and those before
+            values.update({name: saved for name in ('dtype', 'torch_dtype') if name in values})
+            config.write_text(json.dumps(values, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+        return result
+
+    save_pretrained.corrects_type = True  # type: ignore[attr-defined]
+    return save_pretrained
