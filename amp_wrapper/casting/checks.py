@@ -184,12 +184,7 @@ def warn(
         (logging.WARNING, rounded, 'trainable weights were 16-bit before', now),
         (logging.WARNING, infinite, 'buffers have numbers beyond the range of float16', infinity),
         (logging.WARNING, coarse, 'buffers lose steps between neighbours in 16-bit', steps),
-        (
-            logging.INFO,
-            momentum,
-            'networks stay FP32',
-            'they are frozen, and like a part that trains, which they may follow',
-        ),
+        (logging.INFO, momentum, 'networks stay FP32', 'they are frozen, and may follow a part that trains'),
     ):
         if names and policy.verbosity >= 1:
             logger.log(level, f'amp: {len(names)} {what} ({some(names)}): {text}.')

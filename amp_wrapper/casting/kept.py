@@ -69,7 +69,7 @@ def kept_modules(
         AmpConfigError: ``keep_fp32`` or ``fp32_ops`` names what the model does not have.
     """
     rules = _rules(roots, policy, average)
-    unmatched = {why: None for why, _ in rules if why.rule in ('keep_fp32', 'fp32_ops')}
+    unmatched = dict.fromkeys(why for why, _ in rules if why.rule in ('keep_fp32', 'fp32_ops'))
     kept: dict[int, Kept] = {}
     known: dict[str, None] = {}
     for prefix, root in roots:
@@ -91,14 +91,14 @@ def kept_modules(
         )
     if not policy.runs_16_bit:
         return {}
-    for prefix, root in roots if policy.casts_model else ():
-        for part, name in momentum_networks(root, prefix).items():
-            kept.setdefault(part, Kept('average', name, FOLLOWS))
     for module in _modules(roots):
         if policy.keep_batchnorm_fp32 and is_batchnorm(module):
             kept.setdefault(id(module), BATCHNORM)
         elif is_loss(module) and all(module is not root for _, root in roots):
             kept.setdefault(id(module), LOSS)
+    for prefix, root in roots if policy.casts_model else ():
+        for part, name in momentum_networks(root, prefix).items():
+            kept.setdefault(part, Kept('average', name, FOLLOWS))
     return kept
 
 
