@@ -17,6 +17,7 @@ from ..shards import local
 from ..torch_internals import first_pre_hook
 from .diagnosis import Diagnosis, complete
 from .monitor import low_precision
+from .op_tensors import is_measured
 from .recorder import StepRecord, outputs_of, tensors_of
 
 
@@ -95,7 +96,7 @@ class LiveWatch:
     def begin(self, name: str, kind: str, value: Any) -> None:
         """A module is called."""
         if not self._depth:
-            given = [tensor for tensor in tensors_of(value) if _counts(tensor) and id(tensor) not in self._weights]
+            given = [tensor for tensor in tensors_of(value) if is_measured(tensor) and id(tensor) not in self._weights]
             self._forward += [(name, kind, _largest(tensor), True) for tensor in given]
         self._depth += 1
 
@@ -106,7 +107,7 @@ class LiveWatch:
     def see_output(self, name: str, kind: str, output: Any) -> None:
         """A module has given something."""
         for tensor in outputs_of(output):
-            if _counts(tensor):
+            if is_measured(tensor):
                 self._forward.append((name, kind, _largest(tensor), False))
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(_AtGradient(self._gradients, name, kind))  # type: ignore[no-untyped-call]
@@ -119,7 +120,7 @@ class _AtGradient:
         self._entries, self._name, self._kind = entries, name, kind
 
     def __call__(self, gradient: Tensor) -> None:
-        if _counts(gradient):
+        if is_measured(gradient):
             self._entries.append((self._name, self._kind, _largest(gradient), False))
 
 
@@ -155,10 +156,6 @@ class _AtOutput(_WatchHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._watch.see_output(self._name, self._kind, output)
-
-
-def _counts(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 @torch.no_grad()

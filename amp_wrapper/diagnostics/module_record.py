@@ -22,7 +22,7 @@ from ..policy.autocast_lists import HALF, OP_RULES, OpRule
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES
 from ..torch_internals import TorchDispatchMode, first_pre_hook
-from .op_tensors import numbers
+from .op_tensors import memory_of, numbers
 from .rounding import Gathering
 
 #: What is called outside of the model: a loss function.
@@ -153,10 +153,10 @@ class ModuleRecorder:
         self._call: _Call | None = None
         #: Outputs, and their gradients, of all modules together: a tensor that several of them hand on counts once.
         self.totals = {'outputs': Gathering(rounds), 'output_gradients': Gathering(rounds, scale)}
-        self._held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._weights = {_memory(tensor) for tensor in model.parameters()}
+        self._held = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._weights = {memory_of(tensor) for tensor in model.parameters()}
         # running statistics, which are an input of the op as its weights are
-        self._weights |= {_memory(t) for each in model.modules() if is_batchnorm(each) for t in each.buffers(False)}
+        self._weights |= {memory_of(t) for each in model.modules() if is_batchnorm(each) for t in each.buffers(False)}
         for name, module in model.named_modules():
             self.records[name] = ModuleRecord(rounds, scale)
             if not isinstance(module, torch.jit.ScriptModule):
@@ -297,7 +297,7 @@ class ModuleRecorder:
             found = 'complex'
         elif any(tensor.dtype is torch.float64 for tensor in wide):
             found = 'float64'
-        elif all(_memory(t) in self._held for t in wide) and any(_memory(t) in self._weights for t in wide):
+        elif all(memory_of(t) in self._held for t in wide) and any(memory_of(t) in self._weights for t in wide):
             found = 'FP32 weights'
         elif len(wide) < len(inputs):
             found = 'mixed types'
@@ -317,7 +317,8 @@ class _Functions(TorchFunctionMode):
         recorder, before = self._recorder, self._recorder._call
         if recorder._is_busy:
             return function(*args, **(kwargs or {}))
-        is_on = any(torch.is_autocast_enabled(device) for device in ('cpu', 'cuda') if device == 'cpu' or _has_gpu())
+        devices = ('cpu', 'cuda') if torch.cuda.is_available() else ('cpu',)
+        is_on = any(map(torch.is_autocast_enabled, devices))
         recorder._call = _Call(getattr(function, '__name__', ''), is_on)
         try:
             return function(*args, **(kwargs or {}))
@@ -343,10 +344,6 @@ def _is_half(rule: Any) -> bool:
     return (isinstance(rule, CallRule) and rule.dtype in HALF_TYPES) or (isinstance(rule, OpRule) and rule.rule == HALF)
 
 
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
 def _autocast_reason(name: str) -> str:
     found = next((rule.reason for op, rule in OP_RULES.items() if op.partition('.')[0] == name), '')
     return found or "on torch's own list for this device"
@@ -356,13 +353,7 @@ def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether what an op gave is its input in another shape. Ops in place give their input itself."""
     if not outputs or any(outputs[0] is tensor for tensor in inputs):
         return False
-    memory = _memory(outputs[0])
-    return memory is not None and any(_memory(tensor) == memory for tensor in inputs)
-
-
-def _memory(tensor: Tensor) -> int | None:
-    # sparse tensors have no single one
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else None
+    return memory_of(outputs[0]) in map(memory_of, inputs)
 
 
 def _note(types: dict[str, None], tensors: Sequence[Tensor]) -> None:

@@ -8,8 +8,8 @@ import torch
 from mmengine.hooks import Hook
 from torch import Tensor
 
-from ..casting.nonfinite import NonfiniteWatch
 from ..casting.region_hooks import autocast_forward
+from ..diagnostics.nonfinite import NonfiniteWatch
 from ..diagnostics.op_tensors import named_tensors
 from ..engine import AmpEngine
 from ..errors import NonfiniteError
