@@ -8,9 +8,10 @@ itself; ``model.push_to_hub()`` saves first. transformers is never imported here
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,17 @@ def watch(models: Iterable[nn.Module]) -> None:
 
 def _correcting_the_type(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
-    def save_pretrained(
-        self: nn.Module,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        result = save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+    def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(save).bind(self, save_directory, *args, **kwargs).arguments
+        # without a state dict the model's own is saved, which is FP32; transformers empties those it is given
+        state = (value for value in (given.get('state_dict') or {}).values() if isinstance(value, Tensor))
+        saved = next((dtype_name(tensor.dtype) for tensor in state if tensor.is_floating_point()), 'float32')
+        result = save(self, save_directory, *args, **kwargs)
         config = Path(save_directory, 'config.json')
-        if is_main_process and config.is_file() and any(has_hook(module, Fp32StateDict) for module in self.modules()):
+        is_written = given.get('is_main_process', True) and config.is_file()
+        if is_written and any(has_hook(module, Fp32StateDict) for module in self.modules()):
             values = json.loads(config.read_text(encoding='utf-8'))
-            given = (value for value in (state_dict or {}).values() if isinstance(value, Tensor))
-            # without a state dict the model's own is saved, which is FP32
-            saved = next((dtype_name(tensor.dtype) for tensor in given if tensor.is_floating_point()), 'float32')
-            # transformers 4.56 and later, and those before
+            # in transformers 4.56 and later, and in those before
             values.update({name: saved for name in ('dtype', 'torch_dtype') if name in values})
             config.write_text(json.dumps(values, indent=2, sort_keys=True) + '\n', encoding='utf-8')
         return result

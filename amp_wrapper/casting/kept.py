@@ -104,8 +104,10 @@ def kept_modules(
 
 def _rules(roots: Roots, policy: Policy, average: tuple[type, ...]) -> list[tuple[Kept, str | type]]:
     """The reasons that are found by a name or class, and the name or class; the first that matches a module counts."""
-    labels = {item if isinstance(item, str) else item.__name__: item for item in policy.keep_fp32}
-    rules = [(Kept('keep_fp32', label, f'named by keep_fp32={label!r}'), item) for label, item in labels.items()]
+    rules: list[tuple[Kept, str | type]] = []
+    for item in policy.keep_fp32:
+        label = item if isinstance(item, str) else item.__name__
+        rules.append((Kept('keep_fp32', label, f'named by keep_fp32={label!r}'), item))
     dtype = policy.cast_model_type if policy.casts_model else policy.autocast_dtype
     device = module_device(roots[0][1]).type if roots else 'cpu'
     ops = [('fp32_ops', op) for op in policy.fp32_ops]
