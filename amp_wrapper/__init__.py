@@ -34,8 +34,8 @@ from .version import __version__ as __version__
 # a command of the package leaves out what takes seconds, until it asks for a name below
 if TYPE_CHECKING or not _start.COMMAND:
     from . import amp
-    from .casting.nonfinite import NonfiniteWatch, nonfinite_watch
     from .casting.sharding import fully_shard
+    from .diagnostics.nonfinite import NonfiniteWatch, nonfinite_watch
     from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ _LATE = {
     'LossScaler': 'engine.loss_scale',
     'MMFullyShard': 'openmmlab.sharding',
     'NonfiniteHook': 'openmmlab.hooks',
-    'NonfiniteWatch': 'casting.nonfinite',
+    'NonfiniteWatch': 'diagnostics.nonfinite',
     'OptLevel': 'policy',
     'Policy': 'policy',
     'PrecisionReport': 'diagnostics.precision_report',
@@ -80,7 +80,7 @@ _LATE = {
     'TorchAmpOptimWrapper': 'openmmlab.optim_wrapper',
     'TrainingMonitor': 'amp.monitoring',
     'fully_shard': 'casting.sharding',
-    'nonfinite_watch': 'casting.nonfinite',
+    'nonfinite_watch': 'diagnostics.nonfinite',
     'plot_runs': 'diagnostics.plots',
     'resolve': 'policy',
 }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import cast_sessions, ownership, region, save_pretrained
+from ..casting import cast_sessions, checks, hugging_face, region
 from ..casting.sharding import Sharding
 from ..compiler_internals import is_called_by_compiled_code, untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
@@ -75,7 +75,7 @@ class Session:
         sharding: Sharding | None = None,
     ) -> None:
         known_models.check_no_masters(optimizers)
-        ownership.check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
+        checks.check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
         self.policy = policy
         self.scalers = new_scalers(policy)
         self.engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
@@ -97,7 +97,7 @@ class Session:
         self.casts = attach_together(self.engines, models, policy, sharding)
         for engine in self.engines:
             take_over(engine.parts, theirs)
-        save_pretrained.watch(models)
+        hugging_face.watch(models)
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, stepped)
         if policy.autocast_dtype is not None:
             for model in models:

@@ -32,8 +32,8 @@ def wrap(cls: Any, rules: Rules) -> None:
     if cls.setup_context is not torch.autograd.Function.setup_context:
         raise AmpConfigError(
             [
-                f'fp32_ops={cls.__module__}.{cls.__qualname__!r}: a Function with setup_context() cannot be given FP32 copies of '
-                f'its arguments. Name the function that calls its apply().'
+                f"fp32_ops='{cls.__module__}.{cls.__qualname__}': a Function with setup_context() cannot be given FP32 copies "
+                f'of its arguments. Name the function that calls its apply().'
             ]
         )
     forward = cls.forward

@@ -37,7 +37,8 @@ ENTRY_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference'
 
 _FLOAT32 = frozenset({torch.float32})
 #: Attributes that copies go without: that the module belongs to an attached model; to one that is trained with 16-bit weights,
-#: of which deep copies are FP32; what lets weights follow their masters; and that the next call looks for numbers beyond the range; who watches.
+#: of which deep copies are FP32; what lets weights follow their masters; that the next call looks for numbers beyond the range;
+#: who watches.
 _OF_THE_ORIGINAL = ('_amp_attached', '_amp_trained', '_amp_follower', '_amp_first', '_amp_watchers')
 
 
@@ -412,7 +413,7 @@ def is_cast(model: nn.Module) -> bool:
 
 
 def holds_casts(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, has 16-bit weights of a level. Rules of O0, O1 and O4 do not count: others replace them."""
+    """Whether a model, or a part of it, has 16-bit weights of a level. Rules of O0, O1 and O4 are replaced by others."""
     return any(rule is not None and rule.casts for rule in map(rule_of, model.modules()))
 
 

@@ -1,8 +1,8 @@
 """Functions of Python that run by a rule in regions: of the FP32 registry, of a configuration, or of the user.
 
 A function gets a new body, once and for good, and stays the same object under every name that somebody kept; outside of regions
-it does what it did. What is written in C has no body: a function of Python takes its place where it is defined, and where it was
-imported by then. Functions of torch that the registry names are kernels: see :mod:`.kernels`.
+it does what it did. What is written in C has no body: a function of Python takes its place where it is defined, and where
+others have imported it by then. Functions of torch that the registry names are kernels: see :mod:`.kernels`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ def _join(left: Fp32Op, right: Fp32Op) -> Fp32Op:
     outputs = (left.output, right.output)
     output = next((rule for rule in (FLOAT32, MODEL) if rule in outputs), CALLER)
     return dataclasses.replace(
-        left, output=output, cpu=left.cpu | right.cpu, cuda=left.cuda | right.cuda, warning=left.warning or right.warning
+        left,
+        output=output,
+        cpu=left.cpu | right.cpu,
+        cuda=left.cuda | right.cuda,
+        warning=left.warning or right.warning,
     )
 
 
@@ -146,9 +150,7 @@ def _autocast_off(devices: list[str]) -> AbstractContextManager[None]:
     return region.autocast(devices[0], None) if devices else nullcontext()
 
 
-def call_by_rule(
-    rule: CallRule, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], skip: int = 0
-) -> Any:
+def call_by_rule(rule: CallRule, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], skip: int = 0) -> Any:
     """Call a function by a rule of the user.
 
     A function of torch is the op that the rule is about: autocast and the FP32 registry have no say in it. Other functions of
@@ -225,7 +227,7 @@ def add(op: Fp32Op, model: nn.Module | None = None) -> None:
         op: The entry. Classes of modules are left to the casts of modules.
         model: Of a configuration, which acts as long as this model is alive; None for the registry.
     """
-    value = find(op.name, load=model is not None)
+    value = find(op.name)
     if value is None:
         _waiting[op.name] = op
         return

@@ -96,4 +96,6 @@ class GlobalCasts:
 
 def _refuse_in_a_block(call: str) -> None:
     if region.is_suspended():
-        raise AmpUsageError(f'{call} in a block of disable_casts(), whose end restores what was before: write it outside.')
+        raise AmpUsageError(
+            f'{call} in a block of disable_casts(), whose end restores what was before: write it outside.'
+        )

@@ -1,4 +1,4 @@
-"""The hooks of this package on modules: of state dicts, of computed weights, and of the engine; they survive copies and pickle."""
+"""The hooks of this package on modules: of state dicts, of computed weights, of the engine. They survive copies and pickle."""
 
 from __future__ import annotations
 

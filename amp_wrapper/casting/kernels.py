@@ -20,7 +20,7 @@ from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy import said_once
 from ..policy.autocast_lists import FLOAT32 as IN_FLOAT32
 from ..policy.autocast_lists import FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
-from ..policy.fp32_registry import CAST_OPS, FLOAT32, FP32_OPS, MODEL, RANGE_OPS, WIDEST, Fp32Op
+from ..policy.fp32_registry import FLOAT32, FP32_OPS, MODEL, RANGE_OPS, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors, tensors_in
 from . import listening, region
 
@@ -208,7 +208,7 @@ def narrowed(op: Fp32Op, tensors: Iterable[Tensor], result: Any, under_autocast:
         under_autocast: Whether autocast was on around it.
     """
     types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
-    output = CAST_OPS[op.name].output if op.name in CAST_OPS and region.casts_ops() else op.output
+    output = op.with_casts if op.with_casts and region.casts_ops() else op.output
     stays = output == FLOAT32 or (output == WIDEST and torch.float32 in types) or (output == MODEL and under_autocast)
     return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _ONLY_FLOAT32)
 
@@ -296,7 +296,7 @@ def _without_schema(op: Any) -> Callable[..., Any]:
 def install_tables(device: str) -> bool:
     """Put kernels in place for the ops that torch's own list for a device lacks; once in a process.
 
-    They act in regions with tables alone. Does nothing for types of devices that have no autocast. What it returns means nothing.
+    They act in regions with tables alone. Does nothing for types of devices without autocast. What it returns means nothing.
     """
     key = _KEYS.get(device)
     if key is not None and key not in _libraries:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..fsdp_internals import is_fully_sharded
 from ..torch_internals import BatchNorm, Loss
 
 

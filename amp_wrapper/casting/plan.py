@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.optim.swa_utils import AveragedModel
 
 from .. import torch_internals
 from ..errors import AmpAttachError
@@ -18,11 +17,11 @@ from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import cast_module, computed_weights, functions, given_weights, late_modules, recompute, region, shard_check
+from . import cast_module, checks, computed_weights, functions, late_modules, recompute, region, shard_check
 from .cast_handle import CastHandle, cast_in_place
 from .cast_module import CALLER, ENTRY_METHODS, Rule
-from .kept_modules import check_inputs, kept_inputs, momentum_networks, named_modules, registered_classes
-from .modules import is_batchnorm, is_loss, is_table, own_tensors
+from .kept import BATCHNORM, FOLLOWS, SHARED, check_inputs, kept_inputs, kept_modules
+from .modules import is_loss, is_table, own_tensors
 from .state_dict_hooks import Fp32StateDict, LoadFp32
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
@@ -46,7 +45,8 @@ class CastPlan:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
         gathered: The sharded parameters that FSDP2 gathers in 16-bit, with their names. The shards stay what they are.
         rounded: The trainable ones among all parameters that are 16-bit before the cast.
-        momentum: Parts that stay FP32 since they follow others, by id, with their names.
+        kept: The modules that stay FP32 by themselves, by id, and why.
+        momentum: The names of parts that stay FP32 since they follow others.
         infinite: The names of finite buffers that the cast makes infinite.
         coarse: The names of buffers in which it makes neighbours equal.
         raised: 16-bit tensors that will become FP32.
@@ -72,17 +72,13 @@ class CastPlan:
         self._covers = covers_forward
         self.policy = policy
         self._leave = leave
-        # under autocast their weights are FP32 anyway
-        self._average = (AveragedModel, *average) if policy.casts_model else ()
         self._cast_modules: list[nn.Module] = []
         self._kept_modules: list[tuple[nn.Module, bool, bool]] = []
-        self._classes: tuple[type[nn.Module], ...] = ()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
         # what the weights of cast modules are computed from, and the buffers of modules that hold nothing else
         self._sources: set[int] = set()
         self._tables: list[nn.Module] = []
-        self.momentum: dict[int, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.gathered: dict[str, nn.Parameter] = {}
         self.rounded: dict[str, nn.Parameter] = {}
@@ -91,15 +87,12 @@ class CastPlan:
         self._buffers: dict[str, Tensor] = {}
         for name, root in self.roots:
             self._refuse(name, root)
-        self._named = named_modules(self.roots, policy.keep_fp32, 'keep_fp32', covers_forward)
+        self.kept = kept_modules(self.roots, policy, average, covers_forward)
+        self.momentum = [why.name for why in self.kept.values() if why.reason == FOLLOWS]
         check_inputs(self.roots, policy)
         if policy.runs_16_bit:
-            self._classes = registered_classes(self.roots, policy)
-            if policy.casts_model:
-                for name, root in self.roots:
-                    self.momentum.update(momentum_networks(root, name))
-            for name, root in self.roots:
-                self._visit(root, name, kept=False, is_root=True)
+            for _, root in self.roots:
+                self._visit(root, kept=False, is_root=True)
         if policy.casts_model:
             self._keep_sharers()
             self._collect()
@@ -108,8 +101,8 @@ class CastPlan:
             shard_check.check_shards(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
         dtype = policy.cast_model_type
         if policy.casts_model and dtype is not None:
-            self.infinite = given_weights.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
-            self.coarse = given_weights.lose_steps(self._buffers, dtype)
+            self.infinite = checks.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
+            self.coarse = checks.lose_steps(self._buffers, dtype)
         self.raised = self._find_raised()
 
     @property
@@ -143,28 +136,25 @@ class CastPlan:
         left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
         # of sharded ones, check_shards says what they may be
         left |= {id(p) for p in root.parameters() if is_sharded(p)}
-        self.rounded.update(
-            given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left))
-        )
+        self.rounded.update(checks.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left)))
 
-    def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
+    def _visit(self, module: nn.Module, kept: bool, is_root: bool = False) -> None:
         if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
             return
         self._seen.add(id(module))
-        named = id(module) in self._named or isinstance(module, (*self._average, *self._classes))
-        if self.policy.keep_batchnorm_fp32 and is_batchnorm(module) and not named:
+        why = self.kept.get(id(module))
+        if why is BATCHNORM:
             # its kernels take 16-bit input beside FP32 weights and give back the input's type: no hook is needed
             for tensor in (*module.parameters(), *module.buffers()):
                 self._kept_tensors.add(id(tensor))
             return
-        loss = not is_root and is_loss(module)
-        starts = (loss or named or id(module) in self.momentum) and not kept
+        starts = why is not None and not kept
         kept = kept or starts
         if kept:
             owns = any(True for _ in module.parameters(recurse=False)) or is_parametrized(module)
             if starts or owns:
                 # a table is named so that its numbers stay exact
-                self._kept_modules.append((module, starts, starts and not loss and not is_table(module)))
+                self._kept_modules.append((module, starts, starts and not is_loss(module) and not is_table(module)))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._kept_tensors.add(id(tensor))
         elif self.policy.casts_model and not is_root and is_table(module):
@@ -173,8 +163,8 @@ class CastPlan:
         else:
             self._cast_modules.append(module)
             self._sources.update(map(id, computed_weights.sources_of(module)))
-        for key, child in module.named_children():
-            self._visit(child, f'{name}.{key}' if name else key, kept)
+        for child in module.children():
+            self._visit(child, kept)
 
     def _keep_sharers(self) -> None:
         """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it."""
@@ -186,6 +176,7 @@ class CastPlan:
                 if any(id(tensor) in self._kept_tensors for tensor in own):
                     self._cast_modules.remove(module)
                     self._kept_modules.append((module, True, True))
+                    self.kept[id(module)] = SHARED
                     self._kept_tensors.update(map(id, own))
                     changed = True
 

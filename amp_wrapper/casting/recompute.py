@@ -1,4 +1,4 @@
-"""Activation checkpointing: a segment that runs again finds the region that its forward pass was in. Autocast comes from torch."""
+"""Activation checkpointing: a segment that runs again finds the region of its forward pass. Autocast comes from torch."""
 
 from __future__ import annotations
 

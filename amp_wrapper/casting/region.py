@@ -1,8 +1,8 @@
 """A region: a part of a run in which the FP32 registry acts, and at O1 and O4 of the functional API the tables of ops.
 
-It is :class:`torch.autocast` of kinds of device that no tensor has. So torch keeps it for this package: it is of one thread, ends
-with its block whatever happens, is part of graphs, and is guarded by ``torch.compile``. The kernels of :mod:`.kernels` lie at the
-dispatch keys of two kinds:
+It is :class:`torch.autocast` of kinds of device that no tensor has. So torch keeps it for this package: it is of one thread,
+ends with its block whatever happens, is part of graphs, and is guarded by ``torch.compile``. The kernels of :mod:`.kernels` lie
+at the dispatch keys of two kinds:
 
 - 'ipu' is on in a region. Its type says what acts: bfloat16 the registry, float16 the tables as well.
 - 'hpu' is on where products of 16-bit and FP32 operands compute in 16-bit.
@@ -26,8 +26,8 @@ from ..errors import AmpAttachError
 #: The kinds of device, and the dispatch keys of two of them.
 SPARE, OPERANDS_SPARE, SUSPENDED_SPARE = 'ipu', 'hpu', 'xla'
 KEY, OPERANDS_KEY = 'AutocastIPU', 'AutocastHPU'
-#: What a region lets act: nothing, so that casts of others end; the registry; the registry and unlike operands; the registry and
-#: the tables. :data:`AS_AROUND` opens none.
+#: What a region lets act: nothing, so that casts of others end; the registry; the registry and unlike operands; the registry
+#: and the tables. :data:`AS_AROUND` opens none.
 AS_AROUND, NOTHING, REGISTRY, OPERANDS, TABLES = '', 'nothing', 'registry', 'operands', 'tables'
 
 _ACTS, _WITH_TABLES = torch.bfloat16, torch.float16

@@ -70,38 +70,27 @@ def find_roots(
     """
     if optimizer is None:
         return [('', model)]
-    owned = set(map(id, parameters_of(optimizer)))
-    others = {id(parameter) for parameter in foreign} - owned
-    rest = [p for p in model.parameters() if id(p) not in owned]
-    alone = not others.intersection(map(id, rest)) and not any(p.requires_grad for p in rest)
-    if alone and not any(id(module) in done for module in model.modules()):
+    owned, others = set(map(id, parameters_of(optimizer))), set(map(id, foreign))
+    is_alone = all(id(p) in owned or not (p.requires_grad or id(p) in others) for p in model.parameters())
+    if is_alone and not any(id(module) in done for module in model.modules()):
         return [('', model)]
     roots: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-
-    def descend(module: nn.Module, name: str) -> None:
-        for key, child in module.named_children():
-            child_name = f'{name}.{key}' if name else key
-            parameters = [id(p) for p in child.parameters()]
-            inside = unwrap(child)
-            if id(child) in seen or not parameters or id(inside) in done:
-                continue
-            seen.add(id(child))
-            if any(id(part) in done for part in child.modules()):
-                if owned.intersection(id(p) for p in inside.parameters(recurse=False)):
-                    raise AmpAttachError(
-                        f'{child_name} ({type(inside).__name__}) has parameters of its own around a module that another '
-                        f'wrapper casts: move them into a module of their own, or give the whole to one optimizer.'
-                    )
-                descend(child, child_name)
-                continue
-            # a list or dict of modules has no forward of its own
-            if owned.issuperset(parameters) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict)):
-                roots.append((child_name, inside))
-            else:
-                descend(child, child_name)
-
-    descend(model, '')
+    # modules of the roots, and the model, which is none
+    inside = {id(model)}
+    for name, module in model.named_modules():
+        parameters, part = set(map(id, module.parameters())), unwrap(module)
+        if id(module) in inside or not parameters or id(part) in done:
+            continue
+        if any(id(below) in done for below in module.modules()):
+            if owned.intersection(map(id, part.parameters(recurse=False))):
+                raise AmpAttachError(
+                    f'{name} ({type(part).__name__}) has parameters of its own around a module that another wrapper casts: '
+                    f'move them into a module of their own, or give the whole to one optimizer.'
+                )
+        # a list or dict of modules has no forward of its own
+        elif parameters <= owned and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            roots.append((name, part))
+            inside.update(map(id, module.modules()))
     return roots
 
 
@@ -113,9 +102,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         AmpConfigError: Not an optimizer.
     """
     if not isinstance(optimizer, Optimizer):
-        raise AmpConfigError(
-            [f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.']
-        )
+        raise AmpConfigError([f'optimizer={optimizer!r} must be a torch.optim.Optimizer.'])
     if isinstance(optimizer, LBFGS):
         raise AmpAttachError(
             'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '

@@ -21,7 +21,7 @@ from ..policy.levels import OptLevel, Policy, dtype_name, parse_dtype, spellings
 from ..policy.options import OPTIONS, Option
 from ..shards import is_sharded
 from .cast_handle import cast_in_place
-from .kept_modules import named_modules
+from .kept import Kept, match
 from .modules import class_name
 from .plan import CastPlan
 from .shard_check import NO_SPLIT_SHARDS, has_16bit_shards
@@ -281,7 +281,10 @@ def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list
     """The modules that are gathered one by one, outer ones first, without the model itself."""
     if wanted is None:
         return list(_items(model))
-    named = named_modules([('', model)], wanted, "sharding['blocks']")
+    rules = [
+        (Kept("sharding['blocks']", item if isinstance(item, str) else item.__name__, ''), item) for item in wanted
+    ]
+    named = match([('', model)], rules)
     return [each for each in model.modules() if id(each) in named and each is not model and _has_forward(each)]
 
 

@@ -35,8 +35,8 @@ def explain(model: nn.Module, error: BaseException, level: str) -> None:
     # of a model, that would keep all
     keeps = f'keep_fp32=[{name!r}] keeps the module in FP32, ' if name else ''
     note = (
-        f'amp: raised in {where}, in a forward at {level}. Where 16-bit and FP32 meet there, or a function has no 16-bit kernel, '
-        f"one of these helps: {keeps}fp32_ops=['package.function'] a function, and another opt_level casts less."
+        f'amp: raised in {where}, in a forward at {level}. Where 16-bit and FP32 meet there, or a function has no 16-bit '
+        f"kernel, one of these helps: {keeps}fp32_ops=['package.function'] a function, and another opt_level casts less."
     )
     if not isinstance(place, cast_module.CastModule) and any(True for _ in place.parameters()):
         note = (

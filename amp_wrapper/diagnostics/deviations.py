@@ -15,6 +15,7 @@ from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
 from ..engine.gradients.at_hand import gradients_at_hand
 from ..errors import AmpUsageError
+from .op_tensors import is_bad
 from .recorder import outputs_of
 from .sandbox import Sandbox
 
@@ -134,10 +135,6 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat[::step].float().clone()
 
 
-def _finite(tensors: list[Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
-
-
 def _usual(tensors: list[Tensor]) -> bool:
     """Whether all numbers are finite or minus infinity, as in a mask and in what it was added to."""
     return not any(bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in tensors)
@@ -160,7 +157,9 @@ def _recorded(model: nn.Module) -> Iterator[list[Call]]:
         if output is not None:
             outputs = _floating_in(output)
             samples = tuple(map(_sample, outputs))
-            calls.append(Call(names[id(module)], inputs, samples, usual, _finite(outputs), _usual(outputs)))
+            calls.append(
+                Call(names[id(module)], inputs, samples, usual, not any(map(is_bad, outputs)), _usual(outputs))
+            )
 
     watcher = Watcher(before, after)
     try:

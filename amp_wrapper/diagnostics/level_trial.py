@@ -153,7 +153,7 @@ def run_trial(
         Exception: What the model raises at this level, such as an op without a 16-bit kernel.
     """
     with sandbox(subject.model, always_steps(policy), subject.optimizer_maker(), subject.attach) as box:
-        recorder = ModuleRecorder(box.model, policy, rounds, scale=scale) if records else None
+        recorder = ModuleRecorder(box.model, policy, box.engine.parts.kept, rounds, scale=scale) if records else None
         saved = SavedBytes(box.model)
         with ExitStack() as stack:
             if recorder is not None:

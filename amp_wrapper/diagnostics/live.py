@@ -16,6 +16,7 @@ from ..engine.parts import EngineParts
 from ..shards import local
 from .diagnosis import Diagnosis, complete
 from .monitor import low_precision
+from .op_tensors import is_measured
 from .recorder import StepRecord, outputs_of, tensors_of
 
 
@@ -91,7 +92,7 @@ class LiveWatch:
         """A module is called."""
         if torch.is_grad_enabled():
             if not self._depth:
-                given = [t for t in tensors_of((args, kwargs)) if _counts(t) and id(t) not in self._weights]
+                given = [t for t in tensors_of((args, kwargs)) if is_measured(t) and id(t) not in self._weights]
                 self._forward += [(*self._called(module), _largest(tensor), True) for tensor in given]
             self._depth += 1
 
@@ -100,7 +101,7 @@ class LiveWatch:
         if torch.is_grad_enabled():
             self._depth = max(self._depth - 1, 0)
             for tensor in outputs_of(output):
-                if _counts(tensor):
+                if is_measured(tensor):
                     self._forward.append((*self._called(module), _largest(tensor), False))
                     if tensor.requires_grad and not tensor.is_leaf:
                         tensor.register_hook(_AtGradient(self._gradients, *self._called(module)))  # type: ignore[no-untyped-call]
@@ -116,12 +117,8 @@ class _AtGradient:
         self._entries, self._name, self._kind = entries, name, kind
 
     def __call__(self, gradient: Tensor) -> None:
-        if _counts(gradient):
+        if is_measured(gradient):
             self._entries.append((self._name, self._kind, _largest(gradient), False))
-
-
-def _counts(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 @torch.no_grad()

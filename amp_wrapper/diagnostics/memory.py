@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +71,9 @@ def count_memory(model: nn.Module, engine: AmpEngine | None = None, activations:
                 masters.append(stepped)
             elif copy is not None and id(copy) not in weights:
                 masters.append(copy)
-        state = [value for each in engine.optimizer.state.values() for value in each.values() if _is_tensor(value)]
+        state = [
+            value for each in engine.optimizer.state.values() for value in each.values() if isinstance(value, Tensor)
+        ]
     return MemoryCount(
         weights=bytes_of(parameters),
         buffers=bytes_of(model.buffers()),
@@ -81,10 +82,6 @@ def count_memory(model: nn.Module, engine: AmpEngine | None = None, activations:
         gradients=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         activations=activations,
     )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 class SavedBytes:

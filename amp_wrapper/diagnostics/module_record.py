@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..casting import listening
-from ..casting.cast_module import Watcher, rule_of
+from ..casting.cast_module import Watcher
 from ..casting.functions import CallRule
-from ..casting.kept_modules import BATCHNORM, LOSS, Kept, why_kept
+from ..casting.kept import BATCHNORM, LOSS, Kept
 from ..casting.modules import is_batchnorm
 from ..policy import Policy, dtype_name
 from ..policy.autocast_lists import HALF, OP_RULES, OpRule
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES
 from ..torch_internals import TorchDispatchMode
-from .op_tensors import numbers
+from .op_tensors import memory_of, numbers
 from .rounding import Gathering
 
 #: What is called outside of the model: a loss function.
@@ -67,8 +67,8 @@ class OpRun:
 #: Why something runs in FP32 at a 16-bit level: what a rule is called in reports, and what it means.
 RULES = {
     'keep_fp32': 'the module is named by keep_fp32',
-    'batchnorm': BATCHNORM,
-    'loss': LOSS,
+    'batchnorm': BATCHNORM.reason,
+    'loss': LOSS.reason,
     'registry': 'the function or module is in the FP32 registry',
     'fp32_ops': 'the function or module is named by fp32_ops',
     'method': 'a method of a head, which turns outputs into losses or predictions',
@@ -130,8 +130,8 @@ class ModuleRecorder:
     Args:
         model: Attached at its level.
         policy: The level.
+        kept: The modules that the cast keeps in FP32, by id.
         rounds: Whether rounding is measured, beside ranges.
-        measures: Whether ranges are measured.
         scale: Of :class:`~amp_wrapper.diagnostics.rounding.Gathering`, for gradients.
     """
 
@@ -139,13 +139,12 @@ class ModuleRecorder:
         self,
         model: nn.Module,
         policy: Policy,
+        kept: Mapping[int, Kept],
         rounds: bool = False,
-        measures: bool = True,
         scale: float | None = None,
     ) -> None:
         self.policy = policy
         self.records: dict[str, ModuleRecord] = {}
-        self._measures = measures
         self._is_forward = False
         # with ranges: their ops are none of the model
         self._is_busy = False
@@ -157,31 +156,17 @@ class ModuleRecorder:
         self._call: _Call | None = None
         #: Outputs, and their gradients, of all modules together: a tensor that several of them hand on counts once.
         self.totals = {'outputs': Gathering(rounds), 'output_gradients': Gathering(rounds, scale)}
-        self._held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._weights = {_memory(tensor) for tensor in model.parameters()}
+        self._held = {memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._weights = {memory_of(tensor) for tensor in model.parameters()}
         # running statistics, which are an input of the op as its weights are
-        self._weights |= {_memory(t) for each in model.modules() if is_batchnorm(each) for t in each.buffers(False)}
+        self._weights |= {memory_of(t) for each in model.modules() if is_batchnorm(each) for t in each.buffers(False)}
         for name, module in model.named_modules():
             self.records[name] = ModuleRecord(rounds, scale)
             if not isinstance(module, torch.jit.ScriptModule):
-                self.records[name].kept = self._kept(module, name)
+                above = self.records[name.rpartition('.')[0]]
+                self.records[name].kept = above.kept or kept.get(id(module))
                 self._watch(module, name)
         self.records[OUTSIDE] = ModuleRecord(rounds, scale)
-
-    def _kept(self, module: nn.Module, name: str) -> Kept | None:
-        """What the cast has left in FP32 there: seen at its hooks, and at its place below one that has them."""
-        above = name
-        while above:
-            above = above.rpartition('.')[0]
-            kept = self.records[above].kept if above in self.records else None
-            if kept is not None:
-                return kept
-        rule = rule_of(module)
-        casts_up = self.policy.runs_16_bit and rule is not None and rule.inputs is torch.float32
-        stays = self.policy.casts_model and self.policy.keep_batchnorm_fp32 and is_batchnorm(module)
-        if stays or casts_up:
-            return why_kept(module, name, self.policy)
-        return None
 
     def _watch(self, module: nn.Module, name: str) -> None:
         record = self.records[name]
@@ -224,13 +209,12 @@ class ModuleRecorder:
         module.register_forward_hook(end, prepend=True)
 
     def _measure(self, record: ModuleRecord, key: str, tensors: Sequence[Tensor]) -> None:
-        if self._measures:
-            self._is_busy = True
-            try:
-                with torch.no_grad():
-                    record.ranges[key].add(tensors, self.totals.get(key))
-            finally:
-                self._is_busy = False
+        self._is_busy = True
+        try:
+            with torch.no_grad():
+                record.ranges[key].add(tensors, self.totals.get(key))
+        finally:
+            self._is_busy = False
 
     def _gradient(self, record: ModuleRecord, gradient: Tensor) -> None:
         _note(record.gradients, [gradient])
@@ -319,7 +303,7 @@ class ModuleRecorder:
             found = 'complex'
         elif any(tensor.dtype is torch.float64 for tensor in wide):
             found = 'float64'
-        elif all(_memory(t) in self._held for t in wide) and any(_memory(t) in self._weights for t in wide):
+        elif all(memory_of(t) in self._held for t in wide) and any(memory_of(t) in self._weights for t in wide):
             found = 'FP32 weights'
         elif len(wide) < len(inputs):
             found = 'mixed types'
@@ -339,7 +323,8 @@ class _Functions(TorchFunctionMode):
         recorder, before = self._recorder, self._recorder._call
         if recorder._is_busy:
             return function(*args, **(kwargs or {}))
-        is_on = any(torch.is_autocast_enabled(device) for device in ('cpu', 'cuda') if device == 'cpu' or _has_gpu())
+        devices = ('cpu', 'cuda') if torch.cuda.is_available() else ('cpu',)
+        is_on = any(map(torch.is_autocast_enabled, devices))
         recorder._call = _Call(getattr(function, '__name__', ''), is_on)
         try:
             return function(*args, **(kwargs or {}))
@@ -365,10 +350,6 @@ def _is_half(rule: Any) -> bool:
     return (isinstance(rule, CallRule) and rule.dtype in HALF_TYPES) or (isinstance(rule, OpRule) and rule.rule == HALF)
 
 
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
 def _autocast_reason(name: str) -> str:
     found = next((rule.reason for op, rule in OP_RULES.items() if op.partition('.')[0] == name), '')
     return found or "on torch's own list for this device"
@@ -378,13 +359,7 @@ def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether what an op gave is its input in another shape. Ops in place give their input itself."""
     if not outputs or any(outputs[0] is tensor for tensor in inputs):
         return False
-    memory = _memory(outputs[0])
-    return memory is not None and any(_memory(tensor) == memory for tensor in inputs)
-
-
-def _memory(tensor: Tensor) -> int | None:
-    # sparse tensors have no single one
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else None
+    return memory_of(outputs[0]) in map(memory_of, inputs)
 
 
 def _note(types: dict[str, None], tensors: Sequence[Tensor]) -> None:

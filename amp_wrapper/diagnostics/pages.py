@@ -86,16 +86,22 @@ def render(template_name: str, **values: Any) -> str:
 
 def to_json(data: Any) -> str:
     """JSON that any reader takes, with a final newline. Numbers that are not finite become the strings 'inf', '-inf', 'nan'."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False) + '\n'
+    return json.dumps(finite(data), indent=1, allow_nan=False) + '\n'
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any, null: bool = False) -> Any:
+    """Plain data without numbers that JSON has no word for: they become strings, or None.
+
+    Args:
+        value: Plain data.
+        null: Whether they become None.
+    """
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return None if null else str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item, null) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item, null) for item in value]
     return value
 
 

@@ -155,8 +155,8 @@ class Recorder:
     Under ``torch.compile`` nothing is recorded of calls that are part of a graph.
 
     Args:
-        models: Not wrapped. Their calls are recorded, and once a step had none, direct calls of their children: to watch what is
-            below a model costs more. Of several, names begin with the place of the model in the list.
+        models: Not wrapped. Their calls are recorded, and once a step had none, direct calls of their children: to watch
+            what is below a model costs more. Of several, names begin with the place of the model in the list.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

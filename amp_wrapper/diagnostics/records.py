@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .pages import finite
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -34,17 +35,7 @@ class JsonLines:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open('a', encoding='utf-8') as file:
-                file.write(json.dumps(_finite(values), allow_nan=False) + '\n')
+                file.write(json.dumps(finite(values, null=True), allow_nan=False) + '\n')
         except OSError as error:
             self._works = False
             logger.warning(f'amp: {self.path.name} could not be written, and is given up ({error})')
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from ..casting.kept_modules import check_names
+from ..casting.kept import check_names
 from ..casting.modules import module_device
 from ..casting.roots import is_compiled, unwrap
 from ..engine.clipping import GradientClip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import fsdp_internals
-from ..casting import cast_module, given_weights, hooks, ownership, roots
+from ..casting import cast_module, checks, hooks, roots
 from ..casting.cast_handle import CastHandle
 from ..casting.masters import Masters
 from ..casting.modules import module_device
@@ -52,13 +52,13 @@ def attach_model(
     foreign = list(foreign)
     if optimizer is not None:
         theirs = [weight for other in parts.others for weight in other.weights()]
-        ownership.check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
+        checks.check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
     done, shared_weights = _cast_by_others(parts)
     plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
     _make_masters(parts, plan)
     parts.casts = plan.apply()
     _take_cast(parts, plan, shared_weights)
-    given_weights.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum.values(), policy)
+    checks.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
     _watch_shards(parts, [inner])
@@ -97,7 +97,7 @@ def attach_parts(
     for engine in engines:
         _make_masters(engine, plan)
     handle = plan.apply()
-    given_weights.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum.values(), policy)
+    checks.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum, policy)
     for engine in engines:
         _take_cast(engine, plan)
         if named:
@@ -227,6 +227,7 @@ def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
 def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
     """After the cast."""
     optimizer, policy = parts.optimizer, parts.policy
+    parts.kept = plan.kept
     if plan.rounded and optimizer is not None and (parts.params.have_fp32_values or plan.raised):
         # of weights that are FP32 from now on, here or as masters
         _state_to_fp32(optimizer)

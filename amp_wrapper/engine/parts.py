@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..casting import cast_handle, optimizer_state, roots
+from ..casting import cast_handle, kept, optimizer_state, roots
 from ..casting.masters import Masters, StepLists
 from ..checkpoint.format import SavedAmp
 from ..fsdp_internals import Reductions
@@ -73,13 +73,13 @@ class EngineParts:
         overflow: The flags of the present step.
         monitor: What the host knows of skipped steps.
         gradients: Where gradients wait for the step.
-        ddp: The DDP modules that average them.
-        reductions: The groups of FSDP2 that average them.
+        ddp, reductions: The DDP modules that average them, and the groups of FSDP2 that do.
         shard_gradients: What keeps gradients of shards in 16-bit; None where they are in FP32, or nothing is sharded.
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch, block_watch: Warn of gradients that did not come from ``amp.scale_loss``, or are clipped before; or None.
         casts: The handle that takes the casts off the model; None without.
+        kept: The modules that the cast keeps in FP32, by id, with the reasons.
         label, observers: What log lines call this engine, where there are several; what watches its steps.
     """
 
@@ -110,6 +110,7 @@ class EngineParts:
         self.pass_watch: PassWatch | None = None
         self.block_watch: BlockWatch | None = None
         self.casts: cast_handle.CastHandle | None = None
+        self.kept: Mapping[int, kept.Kept] = {}
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None
         #: Backward passes of other optimizers' losses that are under way, and their gradients at our parameters.

@@ -9,7 +9,7 @@ from mmengine.hooks import Hook
 from torch import Tensor
 
 from ..casting.cast_module import autocast_forward
-from ..casting.nonfinite import NonfiniteWatch
+from ..diagnostics.nonfinite import NonfiniteWatch
 from ..diagnostics.op_tensors import named_tensors
 from ..engine import AmpEngine
 from ..errors import NonfiniteError

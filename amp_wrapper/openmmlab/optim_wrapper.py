@@ -14,7 +14,7 @@ from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
 
 from .. import ops
-from ..casting import save_pretrained
+from ..casting import hugging_face
 from ..checkpoint import amp_part
 from ..compiler_internals import eager_block
 from ..engine import AmpEngine, held_optimizers
@@ -205,7 +205,7 @@ class AmpOptimWrapper(OptimWrapper):
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
         """
         if not self._engine.attached:
-            save_pretrained.watch([attaching.attach(self._engine, model, foreign)])
+            hugging_face.watch([attaching.attach(self._engine, model, foreign)])
             held_optimizers.hold(self.optimizer, self._engine.parts)
 
     def detach(self) -> None:

@@ -190,8 +190,6 @@ _ENTRIES = {
 }
 #: The registry as it is delivered, by name.
 FP32_OPS: Mapping[str, Fp32Op] = MappingProxyType({k: op for k, op in _ENTRIES.items() if op.output != CLAMPED})
-#: Members whose entry is another one where the functional API casts op by op.
-CAST_OPS = {op.name: dataclasses.replace(op, output=op.with_casts) for op in FP32_OPS.values() if op.with_casts}
 #: Functions that write numbers into 16-bit tensors, which refuse what they cannot hold, or make infinities of it: finite
 #: numbers beyond the range become the largest of the type.
 RANGE_OPS: Mapping[str, Fp32Op] = MappingProxyType({k: op for k, op in _ENTRIES.items() if op.output == CLAMPED})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..policy.nested import map_tensors
+from .op_tensors import numbers
 
 
 class NonfiniteWatch:
@@ -24,30 +24,17 @@ class NonfiniteWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._flags: list[tuple[str, Tensor]] = []
-        self._handles: list[RemovableHandle] = []
+        # comes before the outputs of any child: bad data is not a module's fault
+        self._handles = [model.register_forward_pre_hook(self._see_input, with_kwargs=True)]
         for name, module in model.named_modules():
             label = f'{name or "the model"} ({type(module).__name__})'
-            self._handles.append(module.register_forward_hook(self._output_hook(label)))
-        # added last and run before the outputs of any child exist: bad data is not a module's fault
-        self._handles.append(
-            model.register_forward_pre_hook(
-                lambda module, args, kwargs: self._look("the model's input", (args, kwargs)), with_kwargs=True
-            )
-        )
+            self._handles.append(module.register_forward_hook(partial(self._see_output, label)))
 
-    def _output_hook(self, label: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._look(label, output)
+    def _see_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._see_output("the model's input", module, (), (args, kwargs))
 
-        return hook
-
-    def _look(self, label: str, value: Any) -> None:
-        def look(tensor: Tensor) -> Tensor:
-            if tensor.is_floating_point() or tensor.is_complex():
-                self._flags.append((label, tensor.detach().isfinite().all()))
-            return tensor
-
-        map_tensors(look, value)
+    def _see_output(self, label: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._flags += [(label, tensor.detach().isfinite().all()) for tensor in numbers(output)]
 
     def first(self) -> str | None:
         """The earliest place since the last call, such as ``'head.fc (Linear)'``; None where all was finite. Syncs.
@@ -55,18 +42,13 @@ class NonfiniteWatch:
         Modules are reported in the order in which they finish, so the innermost one comes first.
         """
         flags, self._flags = self._flags, []
-        if not flags:
-            return None
-        device = flags[0][1].device
-        finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
+        finite = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
         return next((label for (label, _), good in zip(flags, finite) if not good), None)
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        self._flags.clear()
 
 
 @contextmanager

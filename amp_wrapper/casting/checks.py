@@ -1,0 +1,197 @@
+"""Checks models and optimizers before a cast: 16-bit weights, weights that nobody would train, numbers that a cast loses."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import shards
+from ..errors import AmpAttachError, some
+from ..policy.levels import Policy, dtype_name
+from ..policy.nested import HALF_TYPES, parameters_of
+
+logger = logging.getLogger('amp_wrapper')
+
+#: From here on a float32 rounds to infinity in float16.
+_FLOAT16_LIMIT = 65520.0
+
+
+def check_owners(
+    optimizers: Sequence[Optimizer],
+    models: Sequence[nn.Module],
+    elsewhere: Iterable[Tensor] = (),
+    is_known: Callable[[Tensor], bool] = lambda parameter: False,
+    casts: bool = False,
+) -> None:
+    """Refuse optimizers that were made from another model, or from a copy, while weights of the models are trained by nobody.
+
+    Parameters outside of any model are no mistake by themselves: temperatures, weights of losses, centres, images. They are
+    where an optimizer has several of them, all its own, and nobody steps any weight of the models; where they have the shapes
+    of weights that nobody steps; or where they share memory with these, and a cast is about to end that.
+
+    Args:
+        optimizers: Those handed over.
+        models: Those handed over; without any, all is well.
+        elsewhere: What other optimizers step.
+        is_known: Whether a parameter belongs to a model that was handed over before.
+        casts: Whether weights of the models are about to become 16-bit.
+
+    Raises:
+        AmpAttachError: Names the optimizer.
+    """
+    stepped = set(map(id, (*parameters_of(*optimizers), *elsewhere)))
+    weights = {id(parameter): parameter for model in models for parameter in model.parameters()}
+    idle = [weight for key, weight in weights.items() if weight.requires_grad and key not in stepped]
+    for optimizer in optimizers if idle else ():
+        parameters = parameters_of(optimizer)
+        outside = [p for p in parameters if id(p) not in weights and not is_known(p)]
+        shares_memory = casts and any(_share_memory(p, weight) for p in outside for weight in idle)
+        is_stranger = len(outside) == len(parameters) and all(isinstance(p, nn.Parameter) for p in outside)
+        shapes, theirs = Counter(p.shape for p in outside), Counter(weight.shape for weight in idle)
+        is_copy = shapes == theirs or (is_stranger and (shapes <= theirs or stepped.isdisjoint(weights)))
+        if shares_memory or (len(outside) > 1 and is_copy):
+            why = 'It was made from a copy of the model, copied with an initialised one, or made before a part was replaced.'
+            if shares_memory:
+                why = 'They share memory with weights of the model, which the cast to 16-bit ends: O4 and O1 cast no weights.'
+            elif shards.any_sharded(idle) and not shards.any_sharded(outside):
+                why = 'It was built before the model was sharded: call fully_shard first, or amp.initialize(..., mesh=mesh).'
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} steps {len(outside)} parameters that do not belong to the model, of which '
+                f'{len(idle)} weights would be trained by nobody. {why} Make it from model.parameters() of the very model that '
+                f'is handed over, and load a state dict into it; freeze what is not to be trained, by requires_grad_(False).'
+            )
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    starts = one.data_ptr(), other.data_ptr()
+    # there is no address on meta, and none of shards
+    return all(starts) and starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
+
+
+def rounded_before(
+    named: Iterable[tuple[str, nn.Parameter]], policy: Policy, left: Collection[int] = ()
+) -> dict[str, nn.Parameter]:
+    """Find the trainable weights that are 16-bit already, by name. Frozen ones lose nothing: nothing is ever added to them.
+
+    Args:
+        named: The parameters of a model, with their names.
+        policy: Says whether they are taken.
+        left: Parameters, by id, that nobody casts.
+
+    Raises:
+        AmpAttachError: There are some, and the policy does not take them; or a parameter without a shape.
+    """
+    parameters = dict(named)
+    lazy = [key for key, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise AmpAttachError(
+            f'parameters without a shape yet: {some(lazy)}. Run one forward pass through the lazy modules first.'
+        )
+    half = {k: p for k, p in parameters.items() if p.dtype in HALF_TYPES and p.requires_grad and id(p) not in left}
+    if half and not policy.from_16bit:
+        shown = [f'{key} ({dtype_name(parameter.dtype)})' for key, parameter in half.items()]
+        raise AmpAttachError(
+            f'the model is 16-bit already: {some(shown)}. Hand over the FP32 model (drop .half() and .bfloat16()). Where there '
+            f'is none, as of a published 16-bit checkpoint, write from_16bit=True: FP32 values then begin with the rounded '
+            f'ones. Weights that are not trained need neither: freeze them first, by requires_grad_(False).'
+        )
+    return half
+
+
+def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """Refuse finite weights that would become infinite. Syncs, once. Collective where some are sharded.
+
+    Args:
+        weights: Those about to be cast, by name.
+        buffers: Those about to be cast, by name.
+        dtype: The type they are cast to; only float16 has a range smaller than float32's.
+
+    Returns:
+        The names of buffers of which the same is true. They are taken all the same: masks hold such numbers on purpose.
+
+    Raises:
+        AmpAttachError: Names the weights.
+    """
+    given = {} if dtype is not torch.float16 else {**weights, **buffers}
+    named = {name: t for name, t in given.items() if t.dtype is not dtype and t.numel() and not t.is_meta}
+    if not named:
+        return []
+    tensors = list(named.values())
+    with torch.no_grad():
+        largest = torch.stack([_largest(part).to(tensors[0].device) for part in shards.local(tensors)])
+        # shards are different on each rank, and all of them have to know
+        found = shards.Layout(tensors).exchange(largest, greatest=True).tolist()
+    beyond = {name: value for name, value in zip(named, found) if value >= _FLOAT16_LIMIT}
+    refused = [name for name in beyond if name in weights]
+    if refused:
+        raise AmpAttachError(
+            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
+            f"{max(beyond[name] for name in refused):g}: {_remedy(refused)}, or use bfloat16 (opt_level='O5')."
+        )
+    return list(beyond)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest finite magnitude, a float64 scalar; 0 without any. What is infinite or NaN before is so afterwards."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    return tensor.detach().abs().nan_to_num(0, 0, 0).max().double()
+
+
+def lose_steps(buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """Find buffers that rise or fall along a dimension, and that have equal neighbours once they are cast, by name. Syncs.
+
+    Args:
+        buffers: Those about to be cast, by name.
+        dtype: The type they are cast to.
+    """
+    exact = {name: t for name, t in buffers.items() if t.dtype is torch.float32 and not t.is_meta}
+    return [name for name, t in exact.items() if any(_loses_steps(t, dim, dtype) for dim in range(t.dim()))]
+
+
+def _loses_steps(tensor: Tensor, dim: int, dtype: torch.dtype) -> bool:
+    steps, rounded = tensor.diff(dim=dim), tensor.to(dtype).float().diff(dim=dim)
+    is_sorted = (steps > 0).all() | (steps < 0).all()
+    return bool(is_sorted & (rounded == 0).any())
+
+
+def warn(
+    rounded: Collection[str],
+    infinite: Collection[str],
+    coarse: Collection[str],
+    momentum: Collection[str],
+    policy: Policy,
+) -> None:
+    """Warn of tensors that the cast has taken although numbers were or are lost, and name the networks that it has left.
+
+    Args:
+        rounded: The names of the weights that :func:`rounded_before` found.
+        infinite: The names of the buffers that :func:`check_range` found.
+        coarse: The names of the buffers that :func:`lose_steps` found.
+        momentum: The names of the parts that stay FP32 since they follow others.
+        policy: Says whether there are warnings, and whether the weights have FP32 values.
+    """
+    has_fp32 = policy.master_weights or not policy.casts_model
+    now = 'their FP32 values begin with the rounded ones' if has_fp32 else 'they are stepped without masters'
+    infinity = f'they become infinite; where they are more than masks, {_remedy(infinite)}'
+    steps = f'where they are tables of numbers that are computed with, {_remedy(coarse)}'
+    for level, names, what, text in (
+        (logging.WARNING, rounded, 'trainable weights were 16-bit before', now),
+        (logging.WARNING, infinite, 'buffers have numbers beyond the range of float16', infinity),
+        (logging.WARNING, coarse, 'buffers lose steps between neighbours in 16-bit', steps),
+        (logging.INFO, momentum, 'networks stay FP32', 'they are frozen, and may follow a part that trains'),
+    ):
+        if names and policy.verbosity >= 1:
+            logger.log(level, f'amp: {len(names)} {what} ({some(names)}): {text}.')
+
+
+def _remedy(names: Iterable[str]) -> str:
+    modules = list(dict.fromkeys(name.rpartition('.')[0] for name in names))
+    # keep_fp32 names modules, and the model itself would be all of it
+    elsewhere = 'move those that the model itself holds into a module of their own, for keep_fp32'
+    return elsewhere if '' in modules else f'keep their modules in FP32 (keep_fp32={modules})'
