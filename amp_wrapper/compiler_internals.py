@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 
 from .torch_internals import VERSION
 
@@ -70,11 +70,6 @@ def eager() -> Iterator[None]:
         _calls.eager = before
 
 
-def is_eager() -> bool:
-    """Whether a block of :func:`eager` is open on this thread: nothing that is compiled can be run."""
-    return _calls.eager
-
-
 class _Calls(threading.local):
     # what is untraced, and was called by code that is compiled
     from_compiled = 0
@@ -92,11 +87,6 @@ def is_called_by_compiled_code() -> bool:
     Before 2.13 nobody can tell, and it is False.
     """
     return _calls.from_compiled > 0
-
-
-def may_be_called_by_compiled_code() -> bool:
-    """The same; before 2.13 True as soon as anything may be compiled."""
-    return _calls.from_compiled > 0 or (VERSION < (2, 13) and bool(_listeners))
 
 
 def before_compiled_calls(listener: Callable[[], None]) -> None:
@@ -134,22 +124,6 @@ def backward_without_autocast() -> None:
     functorch: Any = sys.modules.get('torch._functorch.config')
     if hasattr(functorch, 'backward_pass_autocast'):
         functorch.backward_pass_autocast = 'off'
-
-
-def load_compiler_tables() -> None:
-    """Let ``torch._dynamo`` look at torch's functions, which it knows by identity from the first time on that it compiles.
-
-    So does :mod:`torch.overrides`, which it asks. What they know already is forgotten: functions may have been patched when
-    ``torch._dynamo`` was imported. In every version since 2.1.
-    """
-    from torch._dynamo import trace_rules
-
-    tables = (trace_rules.get_torch_obj_rule_map, overrides.get_testing_overrides, overrides._get_overridable_functions)
-    for table in tables:
-        table.cache_clear()
-    trace_rules.get_torch_obj_rule_map()
-    overrides.get_testing_overrides()
-    overrides.get_overridable_functions()
 
 
 def untraced(function: _Function) -> _Function:
@@ -255,34 +229,6 @@ def _begins_eagerly() -> None:
     """Breaks a graph."""
 
 
-def function_modes() -> int:
-    """The number of function modes that are open on this thread, or where a graph is traced.
-
-    torch shows the class of a mode, and not the stack. In every version since 1.13, traced since 2.6, as the three below.
-    """
-    return torch._C._len_torch_function_stack()
-
-
-def function_mode_at(place: int) -> Any:
-    """One of the function modes that are open; the outermost is at 0. The mode whose work is being done is not among them."""
-    return torch._C._get_function_stack_at(place)
-
-
-def push_function_mode(mode: Any) -> None:
-    """Open a function mode, without a block. The outermost is open first."""
-    torch._C._push_on_torch_function_stack(mode)
-
-
-def pop_function_mode() -> Any:
-    """Close the innermost function mode, and return it."""
-    return torch._C._pop_torch_function_stack()
-
-
-def is_default_device(mode: object) -> bool:
-    """Whether a function mode is that of ``torch.set_default_device`` or ``with torch.device(...)``. Since 2.0."""
-    return type(mode).__module__ == 'torch.utils._device'
-
-
 def constant_when_traced(function: _Function) -> _Function:
     """Let ``torch.compile`` call ``function`` while it traces, and take the result for a constant.
 
@@ -322,23 +268,6 @@ def compile_counts() -> CompileCounts:
     # how often each frame was compiled
     again = sum(times - 1 for times in dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
     return CompileCounts(counters['stats'].get('unique_graphs', 0), again, dict(counters['graph_break']))
-
-
-def forget_graphs() -> bool:
-    """Forget all that was compiled, and compile it anew when it is called. Does nothing where nothing was.
-
-    A graph knows the types of weights, and not the hooks of modules: torch.compile leaves them out of what it looks at before
-    each call.
-
-    Returns:
-        Whether anything was compiled.
-    """
-    dynamo: Any = sys.modules.get('torch._dynamo')
-    # the counters may have been cleared; this one is cleared by a reset alone
-    if dynamo is None or not dynamo.convert_frame.FRAME_COMPILE_COUNTER:
-        return False
-    torch.compiler.reset()
-    return True
 
 
 FREEZING = 'freezing makes constants of weights, which a training changes.'

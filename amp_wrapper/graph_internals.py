@@ -7,29 +7,11 @@ As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`
 from __future__ import annotations
 
 import itertools
-import sys
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-# where torch.fx runs a graph: code that it has made, and its interpreter
-_GRAPH_FILES = ('torch/fx/_lazy_graph_module.py', 'torch/fx/graph_module.py', 'torch/fx/interpreter.py')
-
-
-def runs_a_graph(frame: FrameType | None) -> bool:
-    """Whether a frame, or one that it was called from, runs a graph of ``torch.fx``, as the backend 'eager' does.
-
-    ``torch.fx`` gives the code that it makes a file of this name. In every version since 1.8.
-    """
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith('<eval_with_key>') or name.endswith(_GRAPH_FILES):
-            return True
-        frame = frame.f_back
-    return False
-
 
 # what writes to its first argument: x[...] = y, x += y
 _IN_PLACE = 'add sub mul truediv floordiv mod pow and or xor matmul lshift rshift'
@@ -82,31 +64,6 @@ def was_written(number: int) -> bool:
             return any(_storage(made) in _written_by(each) for each in nodes[place + 1 :])
     # not found in the graph of a part of it, such as the forward of an autograd Function
     return False
-
-
-def trace_anew(reason: str) -> None:
-    """Let the graph that is being traced be traced from its beginning: what it has looked up in torch has changed.
-
-    ``torch._dynamo`` keeps what it found under a name for as long as it traces. In every version since 2.3.
-
-    Args:
-        reason: For the log of torch.
-    """
-    from torch._dynamo import exc
-
-    # of its kinds the one for which another path may be taken
-    raise exc.UnspecializeRestartAnalysis(restart_reason=reason)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor stands for one while a graph is made, and has no memory. In every version since 1.13."""
-    fake: Any = sys.modules.get('torch._subclasses.fake_tensor')
-    return fake is not None and isinstance(tensor, fake.FakeTensor)
-
-
-def tracing_context() -> object | None:
-    """What stands for the graph that is made on this thread, by any part of ``torch.compile``. In every version since 2.0."""
-    return torch._guards.TracingContext.try_get()
 
 
 def keeps_compiled_functions(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils import _python_dispatch, checkpoint
+from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -144,15 +144,30 @@ def function_of(context: Any) -> Any:
     return type(context)._forward_cls
 
 
-def checkpointed_function() -> Any:
-    """The class of what ``checkpoint(use_reentrant=False)`` makes of a function, as a decorator.
+def wrap_segments(wrap: Callable[[Any], Any]) -> None:
+    """Let each function that is checkpointed become another one, by whatever way it came to torch.
 
-    Such an object calls neither the public function nor ``CheckpointFunction.apply``.
+    All of them come to one of two functions; torch has no hook there. The names are those of every version since 2.1; since
+    2.14 another one does the work of the first.
 
-    Returns:
-        The class, since torch 2.14; None where ``checkpoint`` is no decorator.
+    Args:
+        wrap: Makes the new function of the old one, when it is about to run for the first time.
     """
-    return getattr(checkpoint, '_CheckpointedFunction', None)
+    module: Any = checkpoint
+    name = '_checkpoint_without_reentrant_generator'
+    name = f'{name}_impl' if hasattr(module, f'{name}_impl') else name
+    generate, forward = getattr(module, name), module.CheckpointFunction.forward
+
+    @functools.wraps(generate)
+    def generate_wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return generate(wrap(function), *args, **kwargs)
+
+    @functools.wraps(forward)
+    def forward_wrapped(ctx: Any, function: Any, *args: Any) -> Any:
+        return forward(ctx, wrap(function), *args)
+
+    setattr(module, name, generate_wrapped)
+    module.CheckpointFunction.forward = staticmethod(forward_wrapped)
 
 
 #: What torch pickles into the metadata of ``torch.distributed.checkpoint``, by module: classes that hold values, which reading
@@ -181,8 +196,6 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 BatchOrInstanceNorm = nn.modules.batchnorm._NormBase
 #: What all losses derive from.
 Loss = nn.modules.loss._Loss
-#: The attributes with the forward pre-hooks and the forward hooks of a module; see :func:`forward_pre_hooks`.
-FORWARD_HOOKS = ('_forward_pre_hooks', '_forward_hooks')
 #: The methods that torch and mmengine call while they save and load. The first two are those of one module alone, which others
 #: override; torch documents neither. Since 0.4.
 STATE_DICT_METHODS = ('_load_from_state_dict', '_save_to_state_dict', 'load_state_dict', 'state_dict')
@@ -247,17 +260,6 @@ def drop_hook_flags(module: nn.Module) -> None:
     ):
         for key in [key for key in flags if key not in hooks]:
             del flags[key]
-
-
-def wrap_apply(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what ``half()``, ``to()`` and their like end in, for every module: torch has no hook there.
-
-    In every version since 0.1.
-
-    Args:
-        wrap: Makes the new method of the old one.
-    """
-    nn.Module._apply = wrap(nn.Module._apply)  # type: ignore[method-assign]
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

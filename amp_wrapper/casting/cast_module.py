@@ -29,9 +29,8 @@ from ..policy.fp32_registry import FP32_METHODS
 from ..policy.levels import dtype_name
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject, cast_tensors, tensors_in
 from . import fp32_values, functions, kernels, region, type_errors
+from .rule import Rule, traced
 
-#: Outputs go back to the 16-bit type that the caller came with.
-CALLER = 'caller'
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
 ENTRY_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference', *FP32_METHODS)
 
@@ -40,80 +39,6 @@ _FLOAT32 = frozenset({torch.float32})
 #: of which deep copies are FP32; what lets weights follow their masters; that the next call looks for numbers beyond the range;
 #: who watches.
 _OF_THE_ORIGINAL = ('_amp_attached', '_amp_trained', '_amp_follower', '_amp_first', '_amp_watchers')
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """What a call of a module does. By default, nothing.
-
-    Attributes:
-        inputs: Floating arguments become this type; None leaves them.
-        sources: The types that are cast.
-        kept: Arguments that stay as they were before a module around this one cast them: their names, and their places in
-            ``args``; -1 for those that are given by name alone.
-        outputs: Floating outputs become this type; :data:`CALLER`; None leaves them.
-        only_eval: Whether a module in training mode leaves them.
-        clamps: Whether finite outputs beyond the range of the type become its largest.
-        enter: Casts tensors inside outputs of a framework's own kind.
-        opens: What the region of a call lets act, such as :data:`.region.TABLES`.
-        entry: The same, of a method in :data:`ENTRY_METHODS` that is called outside of any region.
-        outermost: Whether a call does anything only where no region is open.
-        sets_autocast: Whether a call decides about autocast.
-        autocast: Its type; None for off.
-        warning: Given where the first argument is 16-bit.
-        is_model: Whether the module is a whole model: says whether its calls may warn, and explains errors about types.
-        level: The opt level of the model.
-        speaks: Whether calls of the model may warn.
-        casts: Whether the weights of the model are 16-bit.
-    """
-
-    inputs: torch.dtype | None = None
-    sources: frozenset[torch.dtype] = CASTABLE
-    kept: tuple[tuple[str, int], ...] = ()
-    outputs: torch.dtype | str | None = None
-    only_eval: bool = False
-    clamps: bool = False
-    enter: EnterObject | None = None
-    opens: str = region.AS_AROUND
-    entry: str = region.AS_AROUND
-    outermost: bool = False
-    sets_autocast: bool = False
-    autocast: torch.dtype | None = None
-    warning: str = ''
-    is_model: bool = False
-    level: str = ''
-    speaks: bool = False
-    casts: bool = False
-
-    def copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Copies | None:
-        """What casts the arguments of a call; None where none of them has to be cast."""
-        if self.inputs is None and not self.kept:
-            return None
-        dtype = self.inputs
-        # the usual case, tensors of the right type and a few flags, must cost next to nothing
-        for values in (args, kwargs.values()):
-            for value in values:
-                if isinstance(value, Tensor) and value.dtype is dtype:
-                    continue
-                if value is not None and not isinstance(value, (bool, int, float, str)):
-                    within = tuple(_traced) if torch.compiler.is_dynamo_compiling() else ()
-                    return Copies(dtype or torch.float32, self.sources if dtype else frozenset(), within)
-        return None
-
-    def cast(self, copies: Copies, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a call as its module gets them."""
-        if not self.kept:
-            return copies.cast(args), copies.cast(kwargs)
-        kept = dict(self.kept)
-        places = list(kept.values())
-        return (
-            tuple([copies.exact(v) if place in places else copies.cast(v) for place, v in enumerate(args)]),
-            {name: copies.exact(value) if name in kept else copies.cast(value) for name, value in kwargs.items()},
-        )
-
-
-#: Of the calls that are becoming part of a graph, the outermost first: what has cast their arguments.
-_traced: list[Copies] = []
 
 
 class Watcher:
@@ -170,7 +95,7 @@ class CastModule(nn.Module):
         """Refuses half(), float(), to(dtype) and their like, and moves masters with their weights."""
         if self._amp is not None and '_amp_attached' in vars(self):
             _refuse_conversion(self, fn, self._amp.level)
-        result = super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for weight in self._parameters.values():
             if weight is not None:
                 fp32_values.follow_device(weight)
@@ -184,17 +109,18 @@ class CastModule(nn.Module):
         else:
             make, words, state = self.__reduce_ex__(4)[:3]  # type: ignore[misc]
             copied = memo[id(self)] = make(*words)  # type: ignore[operator]
-            copied.__setstate__(copy.deepcopy(state, memo))
+            copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         if '_amp_trained' in vars(self):
             take_off(copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        make, words, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, words, state, *rest = reduced
         if make is not copyreg.__newobj__ or words[0] is not type(self):  # type: ignore[attr-defined]
-            return make, words, *rest
-        state = {name: value for name, value in rest[0].items() if name not in _OF_THE_ORIGINAL}
-        return _rebuild, (base_of(type(self)), *words[1:]), state, *rest[1:]
+            return reduced
+        state = {name: value for name, value in state.items() if name not in _OF_THE_ORIGINAL}
+        return _rebuild, (base_of(type(self)), *words[1:]), state, *rest
 
     def __prepare_scriptable__(self) -> Any:
         raise ScriptingError(
@@ -261,18 +187,18 @@ def _follow(module: CastModule) -> None:
 def _trace(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
     """A call that is becoming part of a graph."""
     if copies is not None:
-        _traced.append(copies)
+        traced.append(copies)
     if rule.is_model:
         said_once.speaks(rule.speaks)
     result = _run(module, rule, call, copies, args, kwargs)
     if copies is not None:
-        _traced.pop()
+        traced.pop()
         copies.write_back()
     return result
 
 
 def _run(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
-    caller = _first_half(args, kwargs) if rule.warning or rule.outputs == CALLER else None
+    caller = _first_half(args, kwargs) if rule.warning or rule.gives_back else None
     if caller is not None and rule.warning:
         said_once.warn_once(rule.warning)
     device = _device(module, args, kwargs) if rule.sets_autocast else 'cpu'
@@ -293,12 +219,12 @@ def _run(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args:
                 result = call(*args, **kwargs)
     else:
         result = call(*args, **kwargs)
-    dtype = caller if rule.outputs == CALLER else rule.outputs
+    dtype = caller if rule.gives_back else rule.outputs
     if dtype is None or (rule.only_eval and module.training):
         return result
     if rule.clamps:
         return Copies(dtype).cast(result)
-    return cast_tensors(result, dtype, _FLOAT32 if rule.outputs == CALLER else CASTABLE, rule.enter)
+    return cast_tensors(result, dtype, _FLOAT32 if rule.gives_back else CASTABLE, rule.enter)
 
 
 def _first_half(args: Any, kwargs: Any) -> torch.dtype | None:
@@ -349,7 +275,7 @@ def _refuse_conversion(module: CastModule, fn: Callable[[Tensor], Tensor], level
 
 
 @functools.cache
-def _class_for(base: type[nn.Module]) -> type[nn.Module]:
+def _class_for(base: Any) -> Any:
     words: dict[str, Any] = {'__module__': base.__module__, '__qualname__': base.__qualname__, '__doc__': base.__doc__}
     for name in ENTRY_METHODS:
         # properties, static and class methods have no instance to ask
@@ -382,7 +308,7 @@ def base_of(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(base: type[nn.Module], *args: Any) -> nn.Module:
-    cls = _class_for(base)
+    cls: type[nn.Module] = _class_for(base)
     return cls.__new__(cls, *args)
 
 
@@ -397,7 +323,7 @@ def take_off(module: nn.Module) -> None:
     """Let calls of a module do what they did."""
     if isinstance(module, CastModule):
         if not module._amp_watchers:
-            module.__class__ = base_of(type(module))
+            module.__class__ = base_of(type(module))  # type: ignore[assignment]
         for name in ('_amp', '_amp_attached', '_amp_trained', '_amp_follower', '_amp_first'):
             vars(module).pop(name, None)
 

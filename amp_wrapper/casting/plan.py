@@ -19,9 +19,10 @@ from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
 from . import cast_module, checks, computed_weights, functions, late_modules, recompute, region, shard_check
 from .cast_handle import CastHandle, cast_in_place
-from .cast_module import CALLER, ENTRY_METHODS, Rule
+from .cast_module import ENTRY_METHODS
 from .kept import BATCHNORM, FOLLOWS, SHARED, check_inputs, kept_inputs, kept_modules
 from .modules import is_loss, is_table, own_tensors
+from .rule import Rule
 from .state_dict_hooks import Fp32StateDict, LoadFp32
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
@@ -308,7 +309,7 @@ class CastPlan:
     @staticmethod
     def _fp32_region(back: bool) -> dict[str, object]:
         """How a module stays FP32 where autocast is on."""
-        return dict(sources=HALF_TYPES, outputs=CALLER if back else None, sets_autocast=True)
+        return dict(sources=HALF_TYPES, gives_back=back, sets_autocast=True)
 
     def _region(self) -> str:
         """What acts in the calls of the model."""
@@ -336,6 +337,7 @@ class CastPlan:
             rule,
             kept=kept,
             outputs=outputs or torch.float32,
+            gives_back=False,
             only_eval=only_eval,
             enter=self._enter,
             opens=opens,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import checkpoint
 
+from .. import torch_internals
 from ..policy import copies
 from . import region
 
@@ -43,19 +43,5 @@ class Segment:
 
 @functools.cache
 def install() -> None:
-    """Put an entry into torch, once in a process: all ways to checkpoint come to one of two functions, under whatever name."""
-    name = '_checkpoint_without_reentrant_generator'
-    # since 2.14 the generator is called by decorators as well, under this name
-    name = f'{name}_impl' if hasattr(checkpoint, f'{name}_impl') else name
-    generate, forward = getattr(checkpoint, name), checkpoint.CheckpointFunction.forward
-
-    @functools.wraps(generate)
-    def generate_segment(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return generate(Segment(function), *args, **kwargs)
-
-    @functools.wraps(forward)
-    def forward_segment(ctx: Any, function: Any, *args: Any) -> Any:
-        return forward(ctx, Segment(function), *args)
-
-    setattr(checkpoint, name, generate_segment)
-    checkpoint.CheckpointFunction.forward = staticmethod(forward_segment)
+    """Put :class:`Segment` into torch's checkpointing, once in a process."""
+    torch_internals.wrap_segments(Segment)

@@ -17,8 +17,8 @@ from typing_extensions import Unpack
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import PolicyOptions, resolve
-from ..policy.levels import OptLevel, Policy, dtype_name, parse_dtype, spellings
-from ..policy.options import OPTIONS, Option
+from ..policy.levels import OptLevel, Policy, dtype_name
+from ..policy.options import OPTIONS, Option, is_whole, to_dtype
 from ..shards import is_sharded
 from .cast_handle import cast_in_place
 from .kept import Kept, match
@@ -34,30 +34,20 @@ def _is_mesh(value: Any) -> bool:
     return fits and (value.ndim == 1 or (value.ndim == 2 and bool(value.mesh_dim_names)))
 
 
-def _is_averaged_type(value: Any) -> bool:
-    return value is None or parse_dtype(value) in _AVERAGED
-
-
-def _listed(value: Any) -> tuple[str | type, ...] | None:
-    return (value,) if isinstance(value, (str, type)) else None if value is None else tuple(value)
-
-
 _MESH = Option(
     None,
-    _is_mesh,
-    "must be a DeviceMesh (of GPUs with torch 2.6) of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
+    (_is_mesh,),
+    "a DeviceMesh (of GPUs with torch 2.6) of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
     "names, the first of which repeats the model: init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', 'shard'))",
 )
 #: What one call of ``fully_shard`` is for, and the type in which the level computes with it.
 Group = tuple[list[nn.Module], torch.dtype]
 #: How to shard over a mesh: the other fields of :class:`Sharding`, as users write them.
 SHARDING_OPTIONS: dict[str, Option] = {
-    'blocks': dataclasses.replace(OPTIONS['keep_fp32'], convert=_listed),
-    'reduce_dtype': Option(None, _is_averaged_type, f'must be {spellings(*_AVERAGED)}, or None', parse_dtype),
-    'reshard_after_forward': Option(
-        None, lambda value: isinstance(value, int | None), 'must be True, False or a count'
-    ),
-    'offload': Option(False, lambda value: isinstance(value, bool), 'must be True or False'),
+    'blocks': OPTIONS['keep_fp32'],
+    'reduce_dtype': Option(None, (*_AVERAGED, None), convert=to_dtype),
+    'reshard_after_forward': Option(None, (True, False, None, is_whole), 'True, False or a count'),
+    'offload': Option(False, (True, False)),
 }
 
 

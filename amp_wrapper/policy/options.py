@@ -58,7 +58,8 @@ def _to_flag(value: Any) -> Any:
     return {'True': True, 'False': False}.get(value, value) if isinstance(value, str) else plain(value)
 
 
-def _to_dtype(value: Any) -> Any:
+def to_dtype(value: Any) -> Any:
+    """Make a type of torch of its names; all else stays as it is."""
     return parse_dtype(value) or plain(value)
 
 
@@ -125,7 +126,7 @@ _ON, _OFF, _MAY_BE_ON = Option(True, (True, False)), Option(False, (True, False)
 _FLOOR = Option(None, (_is_scale, None), f'{_SCALE}, or None', _to_float)
 _CEILING = dataclasses.replace(_FLOOR, default=DEFAULT_MAX_LOSS_SCALE)
 _SHORT_COUNT = Option(1, (lambda value: is_whole(value, 1, 2**31),), _COUNT)
-_DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=_to_dtype)
+_DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=to_dtype)
 
 
 class SharedOptions(TypedDict, total=False):
@@ -159,7 +160,7 @@ class SharedOptions(TypedDict, total=False):
     enabled: Annotated[bool, _ON]
     cast_model_type: Annotated[
         str | torch.dtype | bool | None,
-        Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=_to_dtype),
+        Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=to_dtype),
     ]
     patch_torch_functions: Annotated[bool | None, _MAY_BE_ON]
     keep_batchnorm_fp32: Annotated[bool | str | None, Option(None, (True, False, None), convert=_to_flag)]

@@ -16,7 +16,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({'errors', 'late_names', 'start', 'version', 'torch_internals'}),
     frozenset({'compiler_internals', 'graph_internals', 'fsdp_internals', 'ddp_internals'}),
     frozenset({'policy', 'shards'}),
-    frozenset({'ops', 'autocast', 'checkpoint'}),
+    frozenset({'ops', 'checkpoint'}),
     frozenset({'casting', 'optim'}),
     frozenset({'engine'}),
     frozenset({'diagnostics'}),

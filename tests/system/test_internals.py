@@ -52,16 +52,16 @@ def test_backward_pass_is_known_to_a_dispatch_mode() -> None:
 def test_kernels_at_the_key_of_no_device_run_where_a_thread_lets_them() -> None:
     assert torch_internals.has_kernel('aten::mm', 'AutocastCPU')
     assert not torch_internals.has_kernel('aten::relu', 'AutocastCPU')
-    torch_internals.fall_through(torch_internals.SPARE_KEY)
+    torch_internals.fall_through('AutocastHPU')
     seen: list[str] = []
-    below, op = torch_internals.keys_below(torch_internals.SPARE_KEY), torch.ops.aten.erfinv.default
+    below, op = torch_internals.keys_below('AutocastHPU'), torch.ops.aten.erfinv.default
     library = torch.library.Library('aten', 'IMPL')
     library.impl('erfinv', lambda keys, x: (seen.append('kernel'), op.redispatch(keys & below, x))[1],
-                 torch_internals.SPARE_KEY, with_keyset=True)  # fmt: skip
-    reach = torch_internals.include_key(torch_internals.SPARE_KEY)
+                 'AutocastHPU', with_keyset=True)  # fmt: skip
+    reach = torch_internals.include_key('AutocastHPU')
     for inside in (True, False):
         reach(inside)
-        with torch.autocast('ipu', dtype=torch.bfloat16):
+        with torch.autocast('hpu', dtype=torch.bfloat16):
             assert torch.zeros(1).erfinv().item() == 0 and torch.zeros(1).exp().item() == 1
             assert torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.zeros(1),)).item() == 1
     library._destroy()
@@ -76,8 +76,6 @@ def test_names_that_are_only_looked_up() -> None:
     assert issubclass(nn.BatchNorm2d, torch_internals.BatchNorm) and issubclass(nn.MSELoss, torch_internals.Loss)
     assert issubclass(nn.InstanceNorm2d, torch_internals.BatchOrInstanceNorm)
     assert all(hasattr(nn.Module, name) for name in torch_internals.STATE_DICT_METHODS)
-    kind = torch_internals.checkpointed_function()
-    assert kind is None or type(torch.utils.checkpoint.checkpoint(use_reentrant=False)(torch.exp)) is kind
 
 
 # -- modules, data and optimizers -------------------------------------------------------------------------------------
@@ -155,7 +153,6 @@ def test_functions_are_kept_out_of_graphs_or_are_constants_in_them() -> None:
     assert now.graphs > before.graphs and sum(now.breaks.values()) > sum(before.breaks.values())
     whole = torch.compile(lambda x: eager_form(x) if constant() else x, backend='eager', fullgraph=True)
     assert [whole(x).item() for _ in range(2)] == [11, 11] and seen[1:] == ['constant'] and eager_form(x).item() == 2
-    assert compiler_internals.forget_graphs() and compiler_internals.compile_counts().recompilations == 0
 
 
 def test_compiled_modules_and_problems_are_recognised() -> None:
@@ -166,13 +163,11 @@ def test_compiled_modules_and_problems_are_recognised() -> None:
     heard: list[int] = []
     compiler_internals.before_compiled_calls(lambda: heard.append(1))
     with compiler_internals.eager():
-        assert compiler_internals.is_eager() and wrapper(torch.ones(1)) is not None and heard == []
+        assert wrapper(torch.ones(1)) is not None and heard == []
     wrapper(torch.ones(1))
     compiler_internals._listeners.pop()
     assert heard and compiler_internals.compile_problem(dict(backend='eager'), None) is None
     assert 'there is no backend' in str(compiler_internals.compile_problem(dict(backend='none'), None))
-    compiler_internals.load_compiler_tables()
-    compiler_internals.backward_without_autocast(True)
-    compiler_internals.backward_without_autocast(False)
+    compiler_internals.backward_without_autocast()
     plain.compile(backend='eager')
     assert graph_internals.keeps_compiled_functions(plain) and graph_internals.COMPILED_CALL in vars(plain)
