@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 

@@ -274,15 +274,21 @@ def _refuse_conversion(module: CastModule, fn: Callable[[Tensor], Tensor], level
 # -- classes -----------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _class_for(base: Any) -> Any:
+#: By the class of a module: the class that casts.
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _class_for(base: Any) -> type[nn.Module]:
+    if base in _classes:
+        return _classes[base]
     words: dict[str, Any] = {'__module__': base.__module__, '__qualname__': base.__qualname__, '__doc__': base.__doc__}
     for name in ENTRY_METHODS:
         # properties, static and class methods have no instance to ask
         method = next((vars(each)[name] for each in base.__mro__ if name in vars(each)), None)
         if isinstance(method, FunctionType):
             words[name] = _entry(method, name in FP32_METHODS)
-    return type(base)(base.__name__, (CastModule, base), words)
+    made: type[nn.Module] = type(base)(base.__name__, (CastModule, base), words)
+    return _classes.setdefault(base, made)
 
 
 def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
@@ -308,7 +314,7 @@ def base_of(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(base: type[nn.Module], *args: Any) -> nn.Module:
-    cls: type[nn.Module] = _class_for(base)
+    cls = _class_for(base)
     return cls.__new__(cls, *args)
 
 

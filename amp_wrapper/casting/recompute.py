@@ -24,7 +24,7 @@ class Segment:
         self._function = function
         self._blocks = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            for device in (region.SPARE, region.OPERANDS_SPARE)
+            for device in (region.SPARE, region.OPERANDS_SPARE, region.SUSPENDED_SPARE)
         ]
         self._originals: list[Any] | None = None
 
@@ -36,8 +36,8 @@ class Segment:
             # it runs again with detached arguments
             if original is not None and original is not value:
                 copies.keep_original(value, original)
-        first, second = (torch.autocast(device, dtype=dtype, enabled=on) for device, dtype, on in self._blocks)
-        with first, second:
+        spare, operands, suspended = (torch.autocast(name, dtype=dtype, enabled=on) for name, dtype, on in self._blocks)
+        with spare, operands, suspended:
             return self._function(*args, **kwargs)
 
 

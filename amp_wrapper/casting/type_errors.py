@@ -9,7 +9,6 @@ from types import TracebackType
 from torch import nn
 
 from ..errors import AmpError
-from . import cast_module
 from .modules import class_name
 
 _ABOUT_TYPES = re.compile(r'\bdtypes?\b|Half|BFloat16|float16')
@@ -38,7 +37,8 @@ def explain(model: nn.Module, error: BaseException, level: str) -> None:
         f'amp: raised in {where}, in a forward at {level}. Where 16-bit and FP32 meet there, or a function has no 16-bit '
         f"kernel, one of these helps: {keeps}fp32_ops=['package.function'] a function, and another opt_level casts less."
     )
-    if not isinstance(place, cast_module.CastModule) and any(True for _ in place.parameters()):
+    # what was cast has a rule
+    if '_amp' not in vars(place) and any(True for _ in place.parameters()):
         note = (
             f'amp: {where} joined the model after mixed precision was attached to it, and its weights are FP32. Initialise '
             f'it by itself before it joins: layer = amp.initialize(layer, opt_level={level!r}).'
