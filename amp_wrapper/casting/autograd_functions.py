@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .. import torch_internals
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy.copies import Copies
+from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES, cast_tensors, tensors_in
 from . import kernels, listening, region
-
-if TYPE_CHECKING:
-    from .functions import Rules
 
 _IN_FP32 = '_amp_wrapper_fp32'
 
 
-def wrap(cls: Any, rules: Rules) -> None:
-    """Let ``cls`` run by rules in regions, once and for good: nobody keeps a reference to ``forward``.
+def wrap(cls: Any, active: Callable[[], Fp32Op | None]) -> None:
+    """Let ``cls`` run by an entry of the registry in regions, once and for good: nobody keeps a reference to ``forward``.
 
     Args:
         cls: A subclass of :class:`torch.autograd.Function`.
-        rules: Those of the registry and of configurations.
+        active: Gives the entry by which it runs now; None where there is none.
 
     Raises:
         AmpConfigError: It has ``setup_context``, of whose arguments there are no FP32 copies.
@@ -40,7 +39,7 @@ def wrap(cls: Any, rules: Rules) -> None:
 
     @functools.wraps(forward)
     def in_fp32(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        op = rules.op
+        op = active()
         if op is None or not region.is_open():
             return forward(ctx, *args, **kwargs)
         tensors = tensors_in((args, kwargs))

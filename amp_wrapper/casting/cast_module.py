@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType, WeakSet
 
 import torch
@@ -274,21 +274,18 @@ def _refuse_conversion(module: CastModule, fn: Callable[[Tensor], Tensor], level
 # -- classes -----------------------------------------------------------------------------------------------------------------
 
 
-#: By the class of a module: the class that casts.
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def _class_for(base: Any) -> type[nn.Module]:
-    if base in _classes:
-        return _classes[base]
+    # Python knows them by weak references: a class goes with its last module
+    for known in base.__subclasses__():
+        if known.__bases__ == (CastModule, base):
+            return cast('type[nn.Module]', known)
     words: dict[str, Any] = {'__module__': base.__module__, '__qualname__': base.__qualname__, '__doc__': base.__doc__}
     for name in ENTRY_METHODS:
         # properties, static and class methods have no instance to ask
         method = next((vars(each)[name] for each in base.__mro__ if name in vars(each)), None)
         if isinstance(method, FunctionType):
             words[name] = _entry(method, name in FP32_METHODS)
-    made: type[nn.Module] = type(base)(base.__name__, (CastModule, base), words)
-    return _classes.setdefault(base, made)
+    return cast('type[nn.Module]', type(base)(base.__name__, (CastModule, base), words))
 
 
 def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:

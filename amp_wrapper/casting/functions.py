@@ -60,6 +60,10 @@ class Rules:
         self.rule: CallRule | None = None
         self._ops: list[Fp32Op] = []
 
+    def entry(self) -> Fp32Op | None:
+        """The entry of the registry or of configurations that holds now."""
+        return self.op
+
     def add(self, op: Fp32Op, model: nn.Module | None) -> None:
         """Take up an entry; that of a configuration, as long as its model is alive."""
         self._ops.append(op)
@@ -339,5 +343,5 @@ def rules_of_class(cls: Any) -> Rules:
     if found is None:
         found = Rules()
         setattr(cls, _RULES, found)
-        autograd_functions.wrap(cls, found)
+        autograd_functions.wrap(cls, found.entry)
     return found
