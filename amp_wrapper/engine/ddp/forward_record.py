@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import ddp_internals, torch_internals
 from ...casting.hooks import AmpHook
-from ...compiler_internals import never_compiled
+from ...compiler_internals import constant_when_traced, never_compiled
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
 
@@ -91,8 +91,13 @@ class NoticeDdp(AmpHook):
         self.ddp: ReferenceType[DistributedDataParallel] | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
+        self.notice()
+
+    never_compiled(__call__)
+
+    @constant_when_traced
+    def notice(self) -> bool:
+        """Take notice; also while a call becomes part of a graph, which DDP itself is no part of."""
         ddp = ddp_internals.active_ddp()
         if ddp is not None:
             self.ddp = ref(ddp)
@@ -100,8 +105,7 @@ class NoticeDdp(AmpHook):
             if record.watch(ddp):
                 # torch may have looked for hooks before this forward call began
                 record(ddp)
-
-    never_compiled(__call__)
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {'ddp': None}
