@@ -243,6 +243,19 @@ def hooks_of(module: nn.Module) -> tuple[_Hooks, ...]:
     )
 
 
+def state_dict_hooks(module: nn.Module) -> _Hooks:
+    """What runs after a module was saved; see :func:`forward_pre_hooks`. In every version since 0.4."""
+    return module._state_dict_hooks
+
+
+def drop_pre_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
+    """Take the forward pre-hooks of some classes off. Copies of modules have hooks without handles."""
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
+        del hooks[key]
+    drop_hook_flags(module)
+
+
 def saving_and_loading_hooks(module: nn.Module) -> list[Any]:
     """What runs while a module saves or loads: hooks, as they were registered. In every version since 2.0."""
     kinds = (module._load_state_dict_pre_hooks, module._state_dict_pre_hooks, module._state_dict_hooks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from . import cast_module, fp32_values
-from .hooks import strip_hooks
+from . import cast_module, fp32_values, state_dicts
+from .modules import own_tensors
 
 
 class CastHandle:
@@ -25,7 +25,6 @@ class CastHandle:
     def remove(self) -> None:
         """Take the casts off, and give the tensors FP32 values: those of their masters where there are any."""
         for root in self.roots:
-            strip_hooks(root)
             for module in root.modules():
                 cast_module.take_off(module)
         for tensor in (*self.parameters.values(), *self._buffers):
@@ -44,3 +43,22 @@ def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
     tensor.data = tensor.data.to(dtype)
     tensor.grad = None if grad is None else grad.to(dtype)
+
+
+def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
+    """Turn a deep copy of a cast model into a plain FP32 one that holds the original's masters.
+
+    Args:
+        copied: A deep copy of ``original``; changed in place, its parameters keep their identity.
+        original: A model, cast or not.
+
+    Returns:
+        Whether there was anything to do.
+    """
+    was_cast = cast_module.is_cast(copied)
+    for module, source in zip(copied.modules(), original.modules()):
+        cast_module.take_off(module)
+        if cast_module.rule_of(source) is not None:
+            for (_, mine), (_, theirs) in zip(own_tensors(module), own_tensors(source)):
+                state_dicts.become_fp32(mine, theirs)
+    return was_cast

@@ -28,7 +28,8 @@ from ..policy.copies import Copies
 from ..policy.fp32_registry import FP32_METHODS
 from ..policy.levels import dtype_name
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject, cast_tensors, tensors_in
-from . import fp32_values, functions, kernels, region, type_errors
+from . import fp32_values, functions, kernels, region, state_dicts, type_errors
+from .modules import own_tensors
 from .rule import Rule, traced
 
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
@@ -86,9 +87,11 @@ class CastModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module by its rule."""
         # torch.compile fails over super() inside of blocks
-        call = super().__call__
+        rule, call = self._amp, super().__call__
         if self._amp_watchers and not torch.compiler.is_compiling():
             return _watched(self, call, args, kwargs)
+        if rule is None or rule.is_idle or (rule.outermost and region.is_open()):
+            return call(*args, **kwargs)
         return _by_rule(self, call, args, kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -101,6 +104,14 @@ class CastModule(nn.Module):
                 fp32_values.follow_device(weight)
         return result
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Lets loaded values reach the masters unrounded."""
+        load = super()._load_from_state_dict
+        if self._amp is None or not self._amp.casts:
+            load(state_dict, prefix, *args)
+        else:
+            state_dicts.load(self, load, state_dict, prefix, *args)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         inherited = getattr(super(), '__deepcopy__', None)
         memo[id(self._amp)] = self._amp
@@ -112,6 +123,8 @@ class CastModule(nn.Module):
             copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         if '_amp_trained' in vars(self):
             take_off(copied)
+            for (_, mine), (_, theirs) in zip(own_tensors(copied), own_tensors(self)):
+                state_dicts.become_fp32(mine, theirs)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

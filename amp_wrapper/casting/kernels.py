@@ -21,7 +21,7 @@ from ..policy import said_once
 from ..policy.autocast_lists import FLOAT32 as IN_FLOAT32
 from ..policy.autocast_lists import FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from ..policy.fp32_registry import FLOAT32, FP32_OPS, MODEL, RANGE_OPS, WIDEST, Fp32Op
-from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors, tensors_in
+from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from . import listening, region
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
@@ -326,7 +326,8 @@ def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[.
         if follows_other or kwargs.get('dtype') is not None or not region.casts_ops():
             return overload.redispatch(keys & below, *args, **kwargs)
         target = fixed or _target(rule, device, args, kwargs)
-        new, words = map_tensors(functools.partial(_to, target, device), (args, kwargs))
+        new = [_to(value, target, device) for value in args]
+        words = {name: _to(value, target, device) for name, value in kwargs.items()} if kwargs else kwargs
         # composite ops call others, which have to see what the outer one was given
         torch.set_autocast_enabled(device, False)
         try:
@@ -340,9 +341,14 @@ def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[.
     return kernel
 
 
-def _to(dtype: torch.dtype, device: str, tensor: Tensor) -> Tensor:
-    is_other = tensor.dtype is not dtype and tensor.dtype in CASTABLE and tensor.device.type == device
-    return tensor.to(dtype) if is_other else tensor
+def _to(value: Any, dtype: torch.dtype, device: str) -> Any:
+    if isinstance(value, Tensor):
+        is_other = value.dtype is not dtype and value.dtype in CASTABLE and value.device.type == device
+        return value.to(dtype) if is_other else value
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        # the weights of an RNN, the operands of einsum
+        return [_to(item, dtype, device) for item in value]
+    return value
 
 
 def _target(rule: OpRule, device: str, args: Any, kwargs: Any) -> torch.dtype:

@@ -17,13 +17,22 @@ from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import cast_module, checks, computed_weights, functions, late_modules, recompute, region, shard_check
+from . import (
+    cast_module,
+    checks,
+    computed_weights,
+    functions,
+    late_modules,
+    recompute,
+    region,
+    shard_check,
+    state_dicts,
+)
 from .cast_handle import CastHandle, cast_in_place
 from .cast_module import ENTRY_METHODS
 from .kept import BATCHNORM, FOLLOWS, SHARED, check_inputs, kept_inputs, kept_modules
 from .modules import is_loss, is_table, own_tensors
 from .rule import Rule
-from .state_dict_hooks import Fp32StateDict, LoadFp32
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
 
@@ -253,7 +262,7 @@ class CastPlan:
                 vars(module)['_amp_first'] = True
         if policy.casts_model:
             late_modules.watch()
-            self._apply_to_states()
+            self._add_hooks()
         return CastHandle([root for _, root in self.roots], self.parameters, list(self._buffers.values()))
 
     def _install(self) -> None:
@@ -360,19 +369,12 @@ class CastPlan:
             if id(module) not in left and not isinstance(module, torch.jit.ScriptModule):
                 yield module
 
-    def _apply_to_states(self) -> None:
-        """Saved values are FP32, loaded ones reach the masters, and computed weights get the type of their module."""
-        dtype, cast_modules = self.policy.cast_model_type, set(self._cast_modules)
-        assert dtype is not None
-        for module in self._own_modules():
-            if module in cast_modules:
-                computed_weights.cast_in(module, dtype)
-                if isinstance(module, nn.RNNBase):
-                    module.flatten_parameters()
-            if any(True for _ in own_tensors(module)):
-                if module in cast_modules:
-                    exact = Fp32StateDict(module, self.policy.verbosity >= 1)
-                    module.register_state_dict_post_hook(exact)  # type: ignore[no-untyped-call]
-                hooks = LoadFp32()
-                module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
+    def _add_hooks(self) -> None:
+        """Saved values are FP32, and computed weights get the type of their module. The hooks do nothing without a rule."""
+        for module in self._cast_modules:
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+            if state_dicts.save not in torch_internals.state_dict_hooks(module).values():
+                module.register_state_dict_post_hook(state_dicts.save)  # type: ignore[no-untyped-call]
+            if any(True for _ in computed_weights.sources_of(module)):
+                module.register_forward_pre_hook(computed_weights.cast)

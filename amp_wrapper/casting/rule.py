@@ -37,6 +37,7 @@ class Rule:
         level: The opt level of the model.
         speaks: Whether calls of the model may warn.
         casts: Whether the weights of the model are 16-bit.
+        is_idle: Whether a call does nothing but what the module does.
     """
 
     inputs: torch.dtype | None = None
@@ -57,6 +58,11 @@ class Rule:
     level: str = ''
     speaks: bool = False
     casts: bool = False
+    is_idle: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        acts = self.inputs or self.outputs or self.kept or self.opens or self.sets_autocast
+        object.__setattr__(self, 'is_idle', not acts)
 
     def copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Copies | None:
         """What casts the arguments of a call; None where none of them has to be cast."""
@@ -64,13 +70,12 @@ class Rule:
             return None
         dtype = self.inputs
         # the usual case, tensors of the right type and a few flags, must cost next to nothing
-        for values in (args, kwargs.values()):
-            for value in values:
-                if isinstance(value, Tensor) and value.dtype is dtype:
-                    continue
-                if value is not None and not isinstance(value, (bool, int, float, str)):
-                    within = tuple(traced) if torch.compiler.is_dynamo_compiling() else ()
-                    return Copies(dtype or torch.float32, self.sources if dtype else frozenset(), within)
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor) and value.dtype is dtype:
+                continue
+            if value is not None and not isinstance(value, (bool, int, float, str)):
+                within = tuple(traced) if torch.compiler.is_dynamo_compiling() else ()
+                return Copies(dtype or torch.float32, self.sources if dtype else frozenset(), within)
         return None
 
     def cast(self, copies: Copies, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting import cast_module, region
-from ..casting.hooks import strip_hooks
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import eager
@@ -115,7 +114,6 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise CannotCopyError(f'copy.deepcopy(model) failed ({type(error).__name__}: {error}).') from error
     _rebind_functions(inner, copied, memo)
-    strip_hooks(copied)
     for module in copied.modules():
         cast_module.take_off(module)
         for hooks in hooks_of(module)[:2]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import fsdp_internals
-from ..casting import cast_module, checks, hooks, roots
+from .. import fsdp_internals, torch_internals
+from ..casting import cast_module, checks, roots
 from ..casting.cast_handle import CastHandle
 from ..casting.masters import Masters
 from ..casting.modules import module_device
@@ -23,6 +23,7 @@ from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages, forward_entry
 from .buffers.snapshots import BufferSnapshots
+from .ddp.forward_record import NoticeDdp
 from .ddp.reducers import Reducers, check_unknown_listeners
 from .gradients.shard_gradients import ShardGradients
 from .parts import EngineParts, Stage
@@ -132,6 +133,8 @@ def detach_model(parts: EngineParts) -> None:
     params.release()
     if parts.casts is not None:
         parts.casts.remove()
+        for root in parts.casts.roots:
+            torch_internals.drop_pre_hooks(root, (forward_entry.FollowMasters, NoticeDdp))
         parts.ddp.rebuild(parts.casts.parameters.values())
     if not params.have_fp32_values and parts.optimizer is not None and casts:
         _state_to_fp32(parts.optimizer)
@@ -308,7 +311,6 @@ def check_once(engine: EngineParts, names: Mapping[int, str]) -> None:
 def _copies_are_fp32(models: Iterable[nn.Module]) -> None:
     """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any."""
     for model in models:
-        hooks.drop_in_copies([model])
         for module in model.modules():
             if cast_module.rule_of(module) is not None:
                 vars(module)['_amp_trained'] = True

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from ..casting.cast_module import CastModule
-from ..casting.hooks import AmpHook
 from ..casting.masters import Masters
 from ..compiler_internals import constant_when_traced, traced_as
 from ..torch_internals import first_pre_hook, forward_pre_hooks
 from . import averages, graph_calls
 
 
-class FollowMasters(AmpHook):
+class FollowMasters:
     """Forward pre-hook of a model: all its weights agree with their masters from here on. No host read.
 
     Knows the masters by weak references, which neither copies nor pickled models have. Pickling synchronises too, before the
@@ -62,9 +61,12 @@ class FollowMasters(AmpHook):
             if masters is not None:
                 masters.before_forward(trains=torch.is_grad_enabled())
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FollowMasters:
+        return FollowMasters()
+
+    def __reduce__(self) -> tuple[type[FollowMasters], tuple[()]]:
         self.synchronise()
-        return {'followed': []}
+        return FollowMasters, ()
 
 
 def watch(roots: Iterable[nn.Module], masters: Masters) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import ddp_internals, torch_internals
-from ...casting.hooks import AmpHook
 from ...compiler_internals import constant_when_traced, never_compiled
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
@@ -80,7 +79,7 @@ def state_of(ddp: DistributedDataParallel) -> State:
     return state
 
 
-class NoticeDdp(AmpHook):
+class NoticeDdp:
     """Forward pre-hook of a model: takes notice of the DDP that runs it, which nobody hands over.
 
     Attributes:
@@ -107,5 +106,8 @@ class NoticeDdp(AmpHook):
                 record(ddp)
         return True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {'ddp': None}
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoticeDdp:
+        return NoticeDdp()
+
+    def __reduce__(self) -> tuple[type[NoticeDdp], tuple[()]]:
+        return NoticeDdp, ()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ... import fsdp_internals
 from ...casting import fp32_values
+from ...casting.cast_handle import restore_fp32_copy
 from ...casting.cast_module import is_cast
-from ...casting.state_dict_hooks import restore_fp32_copy
 from ...checkpoint import names
 from ...engine import averages
 from ...engine.buffers import living

@@ -1,0 +1,88 @@
+"""The FP32 view of a cast model's state: what is saved, loaded and copied are FP32 values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..policy.nested import HALF_TYPES
+from . import fp32_values
+from .modules import own_tensors
+from .rule import Rule
+
+logger = logging.getLogger('amp_wrapper')
+
+
+def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """Put FP32 values into a state dict, the exact ones where there are masters. A hook of modules that have 16-bit tensors.
+
+    Of a weight and its master, the one that somebody else wrote to last is saved. A weight that was edited through ``.data``
+    is saved as well: its master takes the value first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the
+    variables and gets them as they are. Once the casts are taken off, this does nothing.
+    """
+    rule: Rule = vars(module).get('_amp', Rule())
+    for name, tensor in own_tensors(module) if rule.casts else ():
+        key = prefix + name
+        value = state_dict.get(key)
+        if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
+            continue
+        # reads the flag of a master from the device
+        if bool(fp32_values.take_up_edits(tensor)) and rule.speaks:
+            logger.warning(
+                f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value: '
+                f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '
+                f'small steps; call weights_changed() right after an edit that training is to take up at once.'
+            )
+        exact = fp32_values.fp32_value(tensor)
+        state_dict[key] = tensor.detach().float() if exact is None else exact
+
+
+@torch.no_grad()
+def load(module: nn.Module, own: Callable[..., None], state_dict: Any, prefix: str, *args: Any) -> None:
+    """Load a module, so that values reach the masters unrounded, and parameters keep their identity.
+
+    A weight that is the loaded value rounded gives its master the value itself; a weight that somebody changed otherwise wins
+    as it is. What ``assign=True`` replaced is put back: the optimizer and DDP hold the old parameters.
+
+    Args:
+        module: With casts.
+        own: Its ``_load_from_state_dict``, which mmengine's loader calls, too.
+        state_dict: Its hooks may change the keys.
+        prefix: Of the names of the module.
+        *args: The others of ``own``.
+    """
+    before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module)}
+    own(state_dict, prefix, *args)
+    for name, now in list(own_tensors(module)):
+        old, version = before.get(name, (now, now._version))
+        if now is not old:
+            owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+            old.copy_(now)
+            owner[name] = old
+        value = state_dict.get(prefix + name)
+        if old.dtype in HALF_TYPES and fp32_values.has_fp32_value(old) and _is_rounded(value, old):
+            fp32_values.write_fp32(old, value.to(old.device, torch.float32))
+        elif old._version != version:
+            # newer than whatever was written to the weight or its master before
+            fp32_values.weights_win([old])
+
+
+def _is_rounded(value: Any, weight: Tensor) -> bool:
+    """Whether a weight is a loaded value, rounded."""
+    if not isinstance(value, Tensor) or value.is_meta or value.shape != weight.shape:
+        return False
+    rounded = value.to(weight.device, torch.float32).to(weight.dtype)
+    return rounded.view(torch.int16).equal(weight.detach().view(torch.int16))
+
+
+def become_fp32(mine: Tensor, theirs: Tensor) -> None:
+    """Let a copied tensor take the FP32 value of its original, and keep its identity."""
+    if mine.dtype in HALF_TYPES:
+        fp32_values.take_up_edits(theirs)
+        exact = fp32_values.fp32_value(theirs)
+        mine.data = theirs.detach().float() if exact is None else exact.clone()
+        mine.grad = None
