@@ -169,9 +169,10 @@ def _own_ways(model: nn.Module) -> list[str]:
     """What the names of modules begin with that save or load in another way than torch's."""
     found = []
     for key, module in model.named_modules():
-        methods = any(not getattr(type(module), way).__module__.startswith('torch.') for way in STATE_DICT_METHODS)
-        hooks = saving_and_loading_hooks(module)
-        makers = {type(getattr(hook, '__self__', hook)).__module__ for hook in hooks}
-        if methods or any(not maker.startswith('amp_wrapper') for maker in makers):
+        ways = [vars(kind)[way] for kind in type(module).__mro__ for way in STATE_DICT_METHODS if way in vars(kind)]
+        hooks = [getattr(hook, '__self__', hook) for hook in saving_and_loading_hooks(module)]
+        if any(not way.__module__.startswith(('torch.', 'amp_wrapper.')) for way in ways) or any(
+            not hook.__module__.startswith('amp_wrapper.') for hook in hooks
+        ):
             found.append(f'{key}.' if key else '')
     return found
