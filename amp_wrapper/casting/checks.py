@@ -176,7 +176,7 @@ def warn(
         momentum: The names of the parts that stay FP32 since they follow others.
         policy: Says whether there are warnings, and whether the weights have FP32 values.
     """
-    has_fp32 = policy.master_weights or not policy.casts_model
+    has_fp32 = policy.master_weights or not (policy.casts_model or policy.keeps_types)
     now = 'their FP32 values begin with the rounded ones' if has_fp32 else 'they are stepped without masters'
     infinity = f'they become infinite; where they are more than masks, {_remedy(infinite)}'
     steps = f'where they are tables of numbers that are computed with, {_remedy(coarse)}'

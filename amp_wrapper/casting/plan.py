@@ -106,6 +106,11 @@ class CastPlan:
         if policy.casts_model:
             self._keep_sharers()
             self._collect()
+        elif policy.keeps_types and policy.master_weights:
+            # they get masters, and nothing else
+            self.parameters = self.rounded
+            given = set(map(id, self.rounded.values()))
+            self._cast_modules = [m for m in self._own_modules() if given.intersection(map(id, m.parameters(False)))]
         if policy.enabled:
             around = within or [root for _, root in self.roots]
             shard_check.check_shards(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
@@ -211,6 +216,8 @@ class CastPlan:
         Frozen weights at the latter stay as they are: nothing is added to them, and their size is why they are 16-bit.
         """
         found: dict[int, Tensor] = {}
+        if self.policy.keeps_types:
+            return []
         # under autocast they want FP32 weights beside FP32 inputs, and are small
         norms = self.policy.runs_16_bit and not self.policy.casts_model
         for module in self._modules():
@@ -260,7 +267,7 @@ class CastPlan:
             if rule.is_model and policy.casts_model and policy.verbosity >= 1:
                 # its first call looks for numbers beyond the range
                 vars(module)['_amp_first'] = True
-        if policy.casts_model:
+        if policy.casts_model or policy.keeps_types:
             late_modules.watch()
             self._add_hooks()
         return CastHandle([root for _, root in self.roots], self.parameters, list(self._buffers.values()))
@@ -278,10 +285,11 @@ class CastPlan:
     def _rules(self) -> dict[nn.Module, Rule]:
         """What a call of each module does."""
         policy, half = self.policy, self.policy.cast_model_type if self.policy.casts_model else None
-        if policy.cast_model_type is None and not policy.runs_16_bit:
-            return {}
         inside = self._region()
-        plain = Rule(entry=inside, casts=policy.casts_model, level=policy.opt_level, speaks=policy.verbosity >= 1)
+        casts = policy.casts_model or policy.keeps_types
+        plain = Rule(entry=inside, casts=casts, level=policy.opt_level, speaks=policy.verbosity >= 1)
+        if policy.keeps_types:
+            return dict.fromkeys(self._cast_modules, plain)
         rules: dict[nn.Module, Rule] = {}
         for module in self._own_modules():
             has_methods = policy.runs_16_bit and any(hasattr(type(module), name) for name in ENTRY_METHODS)
@@ -327,7 +335,7 @@ class CastPlan:
         if self.policy.runs_16_bit:
             return region.OPERANDS if self.policy.casts_model else region.REGISTRY
         # casts of other models end here
-        return region.NOTHING if self._covers else region.AS_AROUND
+        return region.NOTHING if self._covers and not self.policy.keeps_types else region.AS_AROUND
 
     def _root_rule(self, rule: Rule, root: nn.Module) -> Rule:
         """What a call of a whole model does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def attach_model(
     _watch_shards(parts, [inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
-    if optimizer is not None and policy.casts_model:
+    if optimizer is not None and parts.casts.casts:
         _copies_are_fp32([root for _, root in plan.roots])
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in plan.parameters:
@@ -106,7 +107,7 @@ def attach_parts(
         engine.ddp.watch(models)
         _watch_shards(engine, models)
         begin(engine, models[0] if models else None)
-    if engines and policy.casts_model:
+    if engines and handle.casts:
         _copies_are_fp32(models)
     return handle
 
@@ -221,10 +222,8 @@ def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
     """From the weights before they are rounded."""
     policy = parts.policy
     if parts.optimizer is not None and policy.master_weights:
-        assert policy.cast_model_type is not None
-        parts.params = Masters(
-            parts.optimizer, plan.parameters, 'split' if policy.split_masters else 'whole', policy.cast_model_type
-        )
+        kind: Literal['split', 'whole'] = 'split' if policy.split_masters else 'whole'
+        parts.params = Masters(parts.optimizer, plan.parameters, kind, policy.cast_model_type or torch.float32)
 
 
 def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:

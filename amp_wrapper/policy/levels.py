@@ -156,6 +156,11 @@ class Policy:
         return self.enabled and self.cast_model_type in HALF_TYPES
 
     @property
+    def keeps_types(self) -> bool:
+        """Whether weights stay what they are and nothing autocasts: ``cast_model_type=False`` at O0, O2, O3 and O5."""
+        return self.enabled and self.cast_model_type is None and self.autocast_dtype is None
+
+    @property
     def runs_16_bit(self) -> bool:
         """Whether anything in the forward pass is 16-bit: the weights, or what autocast casts."""
         return self.casts_model or (self.enabled and self.autocast_dtype is not None)

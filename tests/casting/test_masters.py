@@ -51,6 +51,24 @@ def announce(run: Training, call: str, *tensors: Tensor) -> Any:
 # -- where masters come from ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('level', ['O0', 'O2', 'O3', 'O5'])
+def test_16_bit_weights_stay_where_nothing_is_cast(level: str) -> None:
+    """As apex's own tests have models; at O2 and O5 they get masters."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 1, bias=False).half())
+    model[1].forward = Tensor.half
+    optimizer = SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, True, level, cast_model_type=False, from_16bit=True, loss_scale=1.0, verbosity=0)
+    start = model.state_dict()['2.weight'].float()
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+    kept, saved = F32 if level in MASTERED else torch.float16, model.state_dict()
+    assert [p.dtype for p in amp.master_params(optimizer)] == [F32, F32, kept]
+    assert model[2].weight.dtype is torch.float16 and saved['0.weight'].dtype is F32 and saved['2.weight'].dtype is kept
+    assert not torch.equal(saved['2.weight'].float(), start) and copy.deepcopy(model)[2].weight.dtype is kept
+
+
 @pairs(level=LEVELS, door=('amp', 'wrapper', 'split'))
 def test_masters_are_the_unrounded_weights_with_their_state(level: str, door: str) -> None:
     """State that was there before, the groups that schedulers hold, and frozen weights."""
