@@ -100,7 +100,8 @@ def log() -> Iterator[list[str]]:
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest, device: torch.device) -> None:
     """Tests of these folders make all tensors where they are asked for; others name the device."""
-    torch.set_default_device(device if device.type != 'cpu' and request.path.parent.name in ('amp', 'engine') else None)
+    if device.type != 'cpu':
+        torch.set_default_device(device if request.path.parent.name in ('amp', 'engine') else None)
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
 

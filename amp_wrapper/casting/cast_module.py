@@ -83,6 +83,7 @@ class CastModule(nn.Module):
     #: Lets the weights of the whole model follow their masters; for modules that are called by themselves.
     _amp_follower: ReferenceType[Any] | None = None
     _amp_watchers: tuple[Watcher, ...] = ()
+    _amp_first = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module by its rule."""
@@ -217,8 +218,8 @@ def _run(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args:
     device = _device(module, args, kwargs) if rule.sets_autocast else 'cpu'
     if copies is not None:
         args, kwargs = rule.cast(copies, args, kwargs)
-        if '_amp_first' in vars(module) and _has_values():
-            vars(module).pop('_amp_first')
+        if module._amp_first and _has_values():
+            del module._amp_first
             if copies.clamped():
                 said_once.warn_clamped(type(module).__name__, None, copies.target)
     if rule.opens or rule.sets_autocast:

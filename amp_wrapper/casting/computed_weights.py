@@ -31,7 +31,7 @@ def sources_of(module: nn.Module) -> Iterator[Tensor]:
 
 def cast(module: nn.Module, args: Any) -> None:
     """Let what was computed take the type that a module computes in; differentiable. A hook behind those of torch."""
-    rule: Rule = vars(module).get('_amp', Rule())
+    rule: Rule = getattr(module, '_amp', None) or Rule()
     for hook in _computing(module) if rule.inputs is not None else ():
         value = getattr(module, hook.name, None)
         # a parameter again, once the normalisation is removed

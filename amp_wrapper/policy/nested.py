@@ -108,13 +108,19 @@ def map_tensors(
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors inside ``value``, in any nesting that :func:`map_tensors` enters, in order."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _collect(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name, None), found)
 
 
 def _noted(value: Any, result: Any, rebuilt: Rebuilt | None) -> Any:

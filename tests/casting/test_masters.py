@@ -58,7 +58,7 @@ def test_16_bit_weights_stay_where_nothing_is_cast(level: str) -> None:
     model[1].forward = Tensor.half
     optimizer = SGD(model.parameters(), lr=0.25)
     amp.initialize(model, optimizer, True, level, cast_model_type=False, from_16bit=True, loss_scale=1.0, verbosity=0)
-    start = model.state_dict()['2.weight'].float()
+    start = model.state_dict()['2.weight'].float().clone()
     for _ in range(3):
         with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as loss:
             loss.backward()
