@@ -47,7 +47,10 @@ def wrap(cls: Any, active: Callable[[], Fp32Op | None]) -> None:
         copies = Copies(torch.float32, HALF_TYPES)
         if narrow:
             args, kwargs = copies.cast(args), copies.cast(kwargs)
-            _watch(ctx)
+            setattr(ctx, _IN_FP32, True)
+            found = torch_internals.function_of(ctx)
+            if found is not cls and found is not None:
+                _wrap_backward(found)
         with listening.told(op, forward), kernels.AutocastOff(on):
             result = forward(ctx, *args, **kwargs)
         if not narrow:
@@ -57,6 +60,7 @@ def wrap(cls: Any, active: Callable[[], Fp32Op | None]) -> None:
         return given
 
     cls.forward = staticmethod(in_fp32)
+    _wrap_backward(cls)
 
 
 def _mark_again(ctx: Any, copies: Copies, result: Any, given: Any) -> None:
@@ -69,10 +73,8 @@ def _mark_again(ctx: Any, copies: Copies, result: Any, given: Any) -> None:
         ctx.mark_non_differentiable(*(new for old, new in pairs if id(old) in marked))
 
 
-def _watch(ctx: Any) -> None:
-    """Let gradients meet FP32 in this graph. ``backward`` stays wrapped, since a graph may outlive every forward pass."""
-    setattr(ctx, _IN_FP32, True)
-    cls = torch_internals.function_of(ctx)
+def _wrap_backward(cls: Any) -> None:
+    """Let gradients meet FP32 where the forward pass ran in FP32; for good, since a graph may outlive every forward pass."""
     backward = cls.backward
     if hasattr(backward, _IN_FP32):
         return

@@ -35,11 +35,42 @@ _reaches = [torch_internals.include_key(key) for key in (KEY, OPERANDS_KEY)]
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
+class _Around:
+    """What is open around code that is compiled: an attribute, which torch.compile looks at before it takes a graph.
+
+    It does so where the code calls a cast module or a function with rules. Since some version between 2.6 and 2.13 it looks at
+    the autocast of all kinds of devices by itself.
+    """
+
+    def __init__(self) -> None:
+        self.state = 0
+        self._listens = torch_internals.VERSION >= (2, 13)
+
+    def listen(self) -> None:
+        """Follow what is open, once anything may be compiled."""
+        if not self._listens and compiler_internals.is_loaded():
+            self._listens = True
+            compiler_internals.before_compiled_calls(self._note)
+
+    def _note(self) -> None:
+        on = (casts_ops(), is_open(), torch.is_autocast_enabled(OPERANDS_SPARE), is_suspended())
+        self.state = sum(2**place for place, is_on in enumerate(on) if is_on)
+
+
+_around = _Around()
+
+
+@functools.cache
+def _prepare() -> None:
+    for key in (KEY, OPERANDS_KEY):
+        torch_internals.fall_through(key)
+
+
 @constant_when_traced
 def reach() -> bool:
     """Let ops of this thread come to the keys; outside of regions they are excluded. What it returns means nothing."""
-    for key in (KEY, OPERANDS_KEY):
-        torch_internals.fall_through(key)
+    _prepare()
+    _around.listen()
     for include in _reaches:
         include(True)
     return True
@@ -47,7 +78,7 @@ def reach() -> bool:
 
 def is_open() -> bool:
     """Whether a region is open on this thread."""
-    return torch.is_autocast_enabled(SPARE)
+    return _around.state >= 0 and torch.is_autocast_enabled(SPARE)
 
 
 def casts_ops() -> bool:

@@ -172,7 +172,14 @@ class Copies:
     def originals(self, result: Any, among: Sequence[tuple[Tensor, Tensor]] | None = None) -> Any:
         """``result`` with the caller's tensors in place of their copies."""
         pairs = [(tensor, made) for tensor, made, _ in self._tensors.values()] if among is None else among
-        return map_tensors(lambda t: next((tensor for tensor, made in pairs if made is t), t), result)
+
+        def original(tensor: Tensor) -> Tensor:
+            for given, made in pairs:
+                if made is tensor:
+                    return given
+            return tensor
+
+        return map_tensors(original, result)
 
 
 # those of ``operator`` have no place in a graph
