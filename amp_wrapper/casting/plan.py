@@ -159,7 +159,7 @@ class CastPlan:
         self._seen.add(id(module))
         why = self.kept.get(id(module))
         if why is BATCHNORM:
-            # its kernels take 16-bit input beside FP32 weights and give back the input's type: no hook is needed
+            # its kernels take 16-bit input beside FP32 weights and give back the input's type: no rule is needed
             for tensor in (*module.parameters(), *module.buffers()):
                 self._kept_tensors.add(id(tensor))
             return

@@ -1,4 +1,4 @@
-"""Prepares a training forward call, and surrounds it with autocast and the patched functions."""
+"""Prepares a training forward call, and surrounds it with a region and autocast."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which ops autocast casts at O1 and O4 on every device: what its list for GPUs has and its list for CPUs lacks.
 
 The list is torch's own for CUDA, by the names of the dispatcher, less what only a GPU has. Where a device's list has an op
-already, torch's entry stands: :mod:`amp_wrapper.autocast.kernels` takes from here what is missing. Names that a version of
+already, torch's entry stands: :mod:`amp_wrapper.casting.kernels` takes from here what is missing. Names that a version of
 torch does not know are passed over.
 """
 

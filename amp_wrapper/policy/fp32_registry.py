@@ -1,8 +1,8 @@
 """What runs in FP32 at every opt level, as a table.
 
 The table holds names, not objects: packages that are not installed, or not imported, cost nothing; :mod:`.lookup` finds the
-objects. How they are made to run in FP32 is :mod:`amp_wrapper.autocast.patching` (functions) and
-:mod:`amp_wrapper.casting.plan` (modules).
+objects. How they are made to run in FP32 is :mod:`amp_wrapper.casting.kernels` (functions of torch),
+:mod:`amp_wrapper.casting.functions` (functions of Python) and :mod:`amp_wrapper.casting.plan` (modules).
 """
 
 from __future__ import annotations
