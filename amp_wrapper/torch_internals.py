@@ -141,7 +141,7 @@ def function_of(context: Any) -> Any:
 
     torch makes a class of its own for contexts, and that has no public way back. In every version since 1.0.
     """
-    return type(context)._forward_cls
+    return getattr(type(context), '_forward_cls', None)
 
 
 def wrap_segments(wrap: Callable[[Any], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def wrap(cls: Any, active: Callable[[], Fp32Op | None]) -> None:
             found = torch_internals.function_of(ctx)
             if found is not cls and found is not None:
                 _wrap_backward(found)
-        with listening.told(op, forward), kernels.AutocastOff(on):
+        with listening.told(op, forward), region.autocast(on[0], None) if on else nullcontext():
             result = forward(ctx, *args, **kwargs)
         if not narrow:
             return result

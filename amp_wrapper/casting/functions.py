@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -137,6 +137,9 @@ def call_in_fp32(op: Fp32Op, function: Callable[..., Any], args: Any, kwargs: di
     words = {name: _wide_type(value) for name, value in copies.cast(kwargs).items()}
     with listening.told(op, function), _autocast_off(on):
         result = function(*wide, **words)
+    if torch.compiler.is_dynamo_compiling():
+        # an error would only break the graph
+        return kernels.narrowed(op, tensors, copies.write_back(result), bool(on))
     if copies.written():
         raise AmpUsageError(
             f'{_name(function)} has written into a 16-bit argument, and runs in FP32 with a copy of it: the copy was written. '
@@ -325,6 +328,10 @@ def _replace_attribute(holder: Any, name: str, value: Any, skip: int) -> Rules:
         return rules.call(value, args, kwargs, skip if args and not isinstance(args[0], Tensor) else 0)
 
     setattr(call, _RULES, rules)
+    # the original's own name may be that of a private class, by which pickle does not find this one
+    if isinstance(holder, (type, ModuleType)):
+        inside = [holder.__module__, holder.__qualname__] if isinstance(holder, type) else [holder.__name__]
+        call.__module__, call.__qualname__ = inside[0], '.'.join([*inside[1:], name])
     static = isinstance(inspect.getattr_static(holder, name), staticmethod)
     setattr(holder, name, staticmethod(call) if static else call)
     if not isinstance(holder, type):

@@ -9,10 +9,9 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.library import Library
 
 from .. import torch_internals
@@ -20,7 +19,7 @@ from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy import said_once
 from ..policy.autocast_lists import FLOAT32 as IN_FLOAT32
 from ..policy.autocast_lists import FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
-from ..policy.fp32_registry import FLOAT32, FP32_OPS, MODEL, RANGE_OPS, WIDEST, Fp32Op
+from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from . import listening, region
 
@@ -64,14 +63,13 @@ class _SpareKernel:
     """What one overload of an op does in a region.
 
     Attributes:
-        ops: Its entries of the registry and of configurations, the latter with the models of these: an entry acts as long as
-            one of its models is alive.
+        op: Its entry in the registry; None where it has none.
         follows: Whether what is written takes the type of what it is written into.
         clamps: Whether numbers beyond the range of its 16-bit tensors become the largest of the type.
     """
 
     def __init__(self, overload: Any) -> None:
-        self.ops: dict[Fp32Op, WeakSet[nn.Module] | None] = {}
+        self.op: Fp32Op | None = None
         self.follows = False
         self.clamps = False
         self._overload = overload
@@ -83,10 +81,9 @@ class _SpareKernel:
             args, kwargs = in_range(self._overload, args, kwargs)
         if self.follows and not region.casts_ops() and args[0].dtype in CASTABLE:
             args = (args[0], *(_cast(value, args[0].dtype) for value in args[1:]))
-        op = next((op for op, models in self.ops.items() if models is None or models), None)
-        if op is None:
+        if self.op is None:
             return self._overload.redispatch(keys & self._below, *args, **kwargs)
-        return self._in_fp32(op, keys, args, kwargs)
+        return self._in_fp32(self.op, keys, args, kwargs)
 
     def _in_fp32(self, op: Fp32Op, keys: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
@@ -143,8 +140,6 @@ def _library(key: str) -> Library:
 def install_registry() -> None:
     """Put the kernels of regions in place; once in a process."""
     region.reach()
-    for op in FP32_OPS.values():
-        add(op)
     for name in RANGE_OPS:
         for overload in overloads_of(name):
             _spare_kernel(overload).clamps = True
@@ -159,25 +154,11 @@ def install_registry() -> None:
             _library(region.OPERANDS_KEY).impl(overload, _product(overload), region.OPERANDS_KEY)  # type: ignore[no-untyped-call]
 
 
-def add(op: Fp32Op, model: nn.Module | None = None) -> bool:
-    """Let the op behind a function of torch run in FP32 in regions.
-
-    Args:
-        op: Its entry. Those of a configuration come before those of the registry.
-        model: Of a configuration: acts as long as it is alive.
-
-    Returns:
-        Whether there is such an op.
-    """
+def add(op: Fp32Op) -> bool:
+    """Let the op behind a function of torch run in FP32 in regions. Whether there is such an op."""
     overloads = overloads_of(op.name) if op.name.startswith('torch.') else []
     for overload in overloads:
-        kernel = _spare_kernel(overload)
-        if model is None:
-            kernel.ops.setdefault(op, None)
-        else:
-            models = kernel.ops.pop(op, None) or WeakSet()
-            models.add(model)
-            kernel.ops = {op: models, **kernel.ops}
+        _spare_kernel(overload).op = op
     return bool(overloads)
 
 
