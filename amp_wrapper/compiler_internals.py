@@ -160,33 +160,6 @@ def untraced(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
-def traced_as(traced: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorator: where ``torch.compile`` traces a caller, ``traced`` takes the place of the function and belongs to the graph.
-
-    Everywhere else the function runs as it is, with all that it calls, also where code that is compiled calls it between two
-    graphs. The mark that keeps torch from compiling the wrapper by itself is what tells the two apart:
-    :func:`torch.compiler.is_dynamo_compiling` is True inside of a graph then, and nowhere else. ``is_compiling()`` is True on
-    all threads while one of them compiles, and in what ``torch.export`` runs. In every version since 2.6.
-
-    Args:
-        traced: A function of the same arguments.
-    """
-
-    def decorate(function: _Function) -> _Function:
-        run = untraced(function)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                return traced(*args, **kwargs)
-            return run(*args, **kwargs)
-
-        never_compiled(call)
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
 def never_compiled(function: Callable[..., Any], with_callees: bool = False) -> None:
     """Keep ``torch.compile`` from compiling a function by itself. It is traced all the same where its caller is.
 

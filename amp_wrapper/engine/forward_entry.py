@@ -15,7 +15,7 @@ from torch import nn
 
 from ..casting.cast_module import CastModule
 from ..casting.masters import Masters
-from ..compiler_internals import constant_when_traced, traced_as
+from ..compiler_internals import constant_when_traced, never_compiled
 from ..torch_internals import first_pre_hook, forward_pre_hooks
 from . import averages, graph_calls
 
@@ -30,13 +30,13 @@ class FollowMasters:
     def __init__(self) -> None:
         self.followed: list[ReferenceType[Masters]] = []
 
-    def in_graph(self, module: nn.Module, args: Any) -> None:
-        """As a call of the hook, where torch.compile traces it."""
-        self.is_traced()
-
-    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.before_graph()
+        if torch.compiler.is_dynamo_compiling():
+            self.is_traced()
+        else:
+            self.before_graph()
+
+    never_compiled(__call__, with_callees=True)
 
     @constant_when_traced
     def is_traced(self) -> bool:
