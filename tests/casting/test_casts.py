@@ -274,21 +274,6 @@ def test_average_inside_a_model_stays_float32(level: str, kind: Any) -> None:
     assert model.student.weight.dtype is HALF[level] and model.teacher.module.weight.dtype is F32
 
 
-@pytest.mark.parametrize('level', list(HALF))
-def test_hooks_of_the_script_are_called_and_can_be_removed(level: str) -> None:
-    model, calls = Net(), []
-    handles = [model.stem.register_forward_pre_hook(lambda *_: calls.append('pre'))]
-    handles.append(model.stem.register_forward_hook(lambda *_: calls.append('post')))
-    initialized(model, level)
-    handles.append(model.head.register_forward_pre_hook(lambda *_: calls.append('late pre')))
-    handles.append(model.head.register_forward_hook(lambda *_: calls.append('late post')))
-    model(X)
-    for handle in handles:
-        handle.remove()
-    model(X)
-    assert calls == ['pre', 'post', 'late pre', 'late post']
-
-
 # -- the casts end ---------------------------------------------------------------------------------------------------------
 
 

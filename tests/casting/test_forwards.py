@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -171,50 +168,6 @@ def test_casts_for_everything_are_of_their_thread_and_end_in_any_order() -> None
     assert not torch.is_autocast_enabled('cpu') and types() == off
 
 
-borrowed: Any = None
-
-
-def test_name_that_is_bound_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook, where a name holds a function of the registry later."""
-    model = initialized(Inside(lambda x: borrowed and borrowed(x)), 'O5')
-    model(X.repeat(2, 1))
-    monkeypatch.setattr(sys.modules[__name__], 'borrowed', torch.linalg.inv)
-    with torch.no_grad():
-        model.layer.weight.copy_(torch.eye(4))
-    model(torch.eye(4))
-    assert model.seen.dtype is torch.bfloat16
-
-
-HELD = {'loss': F.cross_entropy}
-
-
-def test_function_can_be_pickled_in_a_forward() -> None:
-    model = initialized(Inside(lambda x: pickle.dumps(HELD)), 'O4')
-    model(X)
-    assert pickle.loads(model.seen) == HELD
-
-
-def test_function_that_was_compiled_for_a_plain_model_casts_another() -> None:
-    call = torch.compile(lambda model, x: model(x), backend='eager')
-    plain, model = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
-    initialized(model, 'O4')
-    call(plain, X)
-    assert same_bits(call(model, X), model(X))
-
-
-def test_casts_survive_copies_and_pickle() -> None:
-    for level in HALF:
-        model = initialized(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), level)
-        expected = model(X)
-        duplicates = [pickle.loads(pickle.dumps(model))] + ([copy.deepcopy(model)] if level in PER_OP else [])
-        for duplicate in duplicates:
-            assert same_bits(duplicate(X), expected)
-            with torch.no_grad():
-                duplicate[0].weight.zero_()
-                duplicate[0].bias.fill_(3.0)
-            assert duplicate[0](X).eq(3).all() and same_bits(model(X), expected)
-
-
 # -- copies of weights ---------------------------------------------------------------------------------------------------
 
 
@@ -267,21 +220,6 @@ def test_forward_without_gradients_before_one_with(within: bool, mode: Any, leve
 # -- however a forward ends ----------------------------------------------------------------------------------------------
 
 
-def left_open() -> tuple[Any, ...]:
-    """What a forward may change for whoever comes after it."""
-    return (
-        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ('cpu', 'cuda')],
-        torch.is_autocast_cache_enabled(),
-        types(),
-    )
-
-
-def check_casts_of_another_model(between: Callable[[], Any] = lambda: None) -> None:
-    model = initialized(Net(between))
-    model(X)
-    assert model.types == [torch.float16, torch.float16, F32, F32]
-
-
 def test_generators_are_refused_as_forwards() -> None:
     """One runs when the call is over, and with it the casts."""
 
@@ -296,36 +234,28 @@ def test_generators_are_refused_as_forwards() -> None:
         assert model[0].weight.dtype is F32
 
 
-@pairs(
-    where=['forward', 'pre-hook', 'hook', 'loss'],
-    error=[ValueError, KeyboardInterrupt, GeneratorExit],
-    level=['O0', 'O1', 'O2', 'O5'],
-    door=DOORS,
-)
-def test_interrupt(where: str, error: type[BaseException], level: str, door: str) -> None:
+@pairs(error=[ValueError, KeyboardInterrupt, GeneratorExit], level=['O0', 'O1', 'O2', 'O5'], door=DOORS)
+def test_interrupt(error: type[BaseException], level: str, door: str) -> None:
+    """In a part of a model, which is called with it and by itself."""
+
     def fail(*_: Any) -> None:
         raise error
 
-    criterion = nn.MSELoss()
-    model = Inside(lambda x: criterion(x, x))
-    model.criterion = criterion
+    model = Inside(lambda x: F.mse_loss(x, x))
     call = prepared(model, level, door)
     call(X)
-    part = criterion if where == 'loss' else model.layer
-    if where == 'forward':
-        model.body = fail
-    else:
-        (part.register_forward_pre_hook if where == 'pre-hook' else part.register_forward_hook)(fail)
-    model.eval()
-    before = left_open()
-    for called in (call, model.layer) if 'hook' in where else (call,):
+    model.layer.register_forward_hook(fail)
+    before, other = types(), Net()
+    initialized(other)
+    for called in (call, model.layer):
 
         def survive(called: Callable[..., Any] = called) -> None:
             with pytest.raises(error):
                 called(X.to(model.layer.weight.dtype))
 
         survive()
-        assert left_open() == before
+        assert types() == before and not torch.is_autocast_enabled('cpu')
         # and a model that catches it goes on in its own types
-        check_casts_of_another_model(survive)
-        assert left_open() == before
+        other.between = survive
+        other(X)
+        assert types() == before and other.types == [torch.float16, torch.float16, F32, F32]

@@ -7,14 +7,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from bits import same_bits
-from forwards import DOORS, HALF, PER_OP, Inside, prepared
+from forwards import DOORS, prepared
 from mmengine.runner import turn_on_activation_checkpointing
 from pairs import pairs
 from torch import Tensor, nn
@@ -207,24 +206,6 @@ def test_where_casts_are_off(way: str) -> None:
         assert set(first[0][0][0]) == {F32}
 
 
-@pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
-def test_in_threads(way: str) -> None:
-    """Two models of two levels on two threads, each with a backward pass on a third."""
-    models = {level: amp.initialize(Net(WAYS[way]), opt_level=level, verbosity=0) for level in PER_OP}
-    start = threading.Barrier(2, timeout=60)
-
-    def train(model: Any) -> None:
-        for _ in range(3):
-            start.wait()
-            on_another_thread(model(torch.randn(3, 4)).sum())
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(train, models.values()))
-    for level, model in models.items():
-        for runs in model.runs():
-            assert len(runs) == 6 and all(run[1:] == [HALF[level]] * 2 + [F32] * 3 for run in runs)
-
-
 def test_gradient_that_is_taken_before_the_loss() -> None:
     model = amp.initialize(Net(kept), opt_level='O1', verbosity=0)
     x = torch.randn(2, 4, requires_grad=True)
@@ -240,19 +221,3 @@ def test_part_that_is_called_alone_opens_its_casts_both_times(way: str) -> None:
     without_casts(WAYS[way](model.blocks[0], torch.randn(3, 4, requires_grad=True)).sum())
     first, again = model.runs()[0]
     assert first == again and first[1] is torch.bfloat16
-
-
-@pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
-def test_error_in_a_recomputed_segment_leaves_nothing_open(way: str) -> None:
-    fails = iter([False, True])
-
-    def segment(x: Tensor) -> Tensor:
-        if next(fails):
-            raise KeyError
-        return F.mse_loss(x, x * 2)
-
-    loss = amp.initialize(Inside(lambda x: WAYS[way](segment, x)), opt_level='O4', verbosity=0)(torch.eye(4))
-    with pytest.raises(KeyError):
-        loss.backward()
-    half = torch.ones(2, dtype=torch.bfloat16)
-    assert F.mse_loss(half, half).dtype is half.dtype and not torch.is_autocast_enabled('cpu')

@@ -1,4 +1,4 @@
-"""Nothing stays compiled after a test, nothing stays open, and torch's classes are as they were."""
+"""Nothing stays compiled after a test, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from compiling import fresh
 
 @pytest.fixture(autouse=True)
 def counters() -> Iterator[dict[str, Any]]:
-    # the one method of the FP32 registry that no kernel is under
-    methods = {*vars(torch.Tensor), 'numpy'}
     yield fresh()
     fresh()
-    assert torch._C._len_torch_function_stack() == 0 and {*vars(torch.Tensor), 'numpy'} == methods
     # what is left open would keep casts of weights from test to test
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()

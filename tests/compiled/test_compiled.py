@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from bits import differences
 from compiling import BF16, BY_OP, F32, HALF, TRACED, TRACED_WHOLE, WAYS, WHOLE, fresh, initialized, start
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import amp
 
@@ -38,25 +37,20 @@ class Net(nn.Module):
 
     Args:
         level: Whose types.
-        reentrant: How the first layer is checkpointed, if it is.
-        dropout: Behind it.
+        dropout: Behind the first layer.
     """
 
-    def __init__(self, level: str = '', reentrant: bool | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, level: str = '', dropout: float = 0.0) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(4, 16), nn.BatchNorm1d(16)
         self.hidden = Hidden(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         self.head, self.loss = nn.Linear(16, 5), nn.CrossEntropyLoss()
         self.half, self.wide = HALF.get(level), F32 if level else None
         self.by_op = self.wide if level in BY_OP else self.half
-        self.reentrant, self.dropout = reentrant, dropout
-
-    def inner(self, x: Tensor) -> Tensor:
-        return F.dropout(is_of(self.layer(x), self.half), self.dropout, self.training)
+        self.dropout = dropout
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        again = self.reentrant is not None
-        x = checkpoint(self.inner, x, use_reentrant=self.reentrant) if again else self.inner(x)
+        x = F.dropout(is_of(self.layer(x), self.half), self.dropout, self.training)
         x = F.relu(self.norm(x))
         x = x + is_of(self.hidden(x), self.half)
         scores = is_of(self.head(x), self.half)
@@ -211,18 +205,6 @@ def test_resumed_training_equals_uninterrupted(device: torch.device) -> None:
         return copy.deepcopy([part.state_dict() for part in (model, optimizer, amp)])
 
     assert differences(run(run(None, range(3)), range(3, 5)), run(None, range(5))) == []
-
-
-@pytest.mark.parametrize(('level', 'reentrant', 'way'), [('O4', False, 'function'), ('O2', True, 'after')])
-def test_checkpointed_segments(level: str, reentrant: bool, way: str, device: torch.device) -> None:
-    """The probe inside of the segment asserts its types; dropout is the same when it runs again."""
-    results = []
-    for chosen, how in ((None, 'eager'), (reentrant, way)):
-        torch.manual_seed(0)
-        model = Net(level, chosen, dropout=0.5).to(device)
-        call, optimizer = start(model, level, how)
-        results.append([step(call, optimizer, batch(model)) for _ in range(3)])
-    assert results[0] == pytest.approx(results[1], rel=8 * torch.finfo(HALF[level]).eps)
 
 
 @pytest.mark.parametrize(('level', 'whole'), [('O4', False), ('O5', True)])
