@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -166,6 +168,21 @@ def test_casts_for_everything_are_of_their_thread_and_end_in_any_order() -> None
         late = amp.init()
     late._deactivate()
     assert not torch.is_autocast_enabled('cpu') and types() == off
+
+
+borrowed: Any = None
+
+
+def test_functions_can_be_pickled_in_a_forward_and_bound_to_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where a name holds a function of the registry later."""
+    model = initialized(Inside(lambda x: borrowed and pickle.loads(pickle.dumps((F.normalize, borrowed)))), 'O5')
+    model(X)
+    monkeypatch.setattr(sys.modules[__name__], 'borrowed', torch.linalg.inv)
+    model(X)
+    assert model.seen == (F.normalize, torch.linalg.inv)
+    model.body = lambda x: borrowed(torch.eye(4).to(x))
+    model(torch.eye(4))
+    assert model.seen.dtype is torch.bfloat16
 
 
 # -- copies of weights ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,12 +81,6 @@ def broken_within(net: Net, y: Tensor) -> Tensor:
     return usual(net, y)
 
 
-def in_autocast(net: Net, y: Tensor) -> Tensor:
-    with torch.autocast('cpu', enabled=False):
-        y = net.part(y.float()) + y.float() @ torch.eye(4)
-    return y.softmax(-1).to(torch.get_autocast_dtype('cpu')) * (2 if torch.is_autocast_enabled('cpu') else 3)
-
-
 def again(reentrant: bool, net: Net, y: Tensor) -> Tensor:
     return usual(net, y, functools.partial(checkpoint, net.part, use_reentrant=reentrant))
 
@@ -101,7 +94,6 @@ BODIES: dict[str, Any] = {
     'cond': lambda net, y: torch.cond(
         y.sum() > 9, lambda y: y.float(), lambda y: F.mse_loss(y, y * 2) * y.float(), (y,)
     ),
-    'blocks of autocast, and questions': in_autocast,
 }
 
 
@@ -123,20 +115,6 @@ def trained(body: str, level: str, way: str) -> list[Any]:
 @pairs(body=BODIES, way=['after', 'in place', 'function'], level=LEVELS)
 def test_compiled(body: str, way: str, level: str) -> None:
     assert differences(trained(body, level, way), trained(body, level, 'eager')) == []
-
-
-@pytest.mark.parametrize('place', ['between two graphs', 'where it runs again', 'where it runs again, reentrant'])
-def test_interrupt(place: str) -> None:
-    recomputes = 'again' in place
-    net = cast('O4', Net(functools.partial(again, 'reentrant' in place) if recomputes else usual).eval())
-    call = net if recomputes else torch.compile(lambda x: net(x), backend='aot_eager')
-    x, y, fail = X.clone().requires_grad_(), X.bfloat16(), Mock(side_effect=[None] * recomputes + [KeyboardInterrupt])
-    expected, net.part.between = call(x), torch.compiler.disable(lambda: fail())
-    with pytest.raises(KeyboardInterrupt):
-        call(x).sum().backward()
-    assert F.mse_loss(y, y).dtype is y.dtype and not torch.is_autocast_enabled('cpu')
-    net.part.between = nothing
-    assert same_bits(call(x), expected)
 
 
 # -- all else that torch does with a model -----------------------------------------------------------------------------------

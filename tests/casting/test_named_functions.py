@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from collections.abc import Callable
@@ -183,6 +184,17 @@ def test_second_derivative_of_an_autograd_function_is_refused() -> None:
 def test_function_that_writes_into_a_16_bit_argument_is_refused() -> None:
     with pytest.raises(AmpUsageError, match='written'):
         called('O5', 'written', lambda x: written(x.detach()))
+
+
+def test_function_runs_in_fp32_as_long_as_a_model_that_named_it_is_alive() -> None:
+    model, other = Inside(torch.sin), Inside(doubled)
+    prepared(other, 'O5')
+    prepared(model, 'O5', fp32_ops=[f'{__name__}.doubled'])
+    other(torch.eye(4))
+    del model
+    gc.collect()
+    other(torch.eye(4))
+    assert seen == [F32, torch.bfloat16]
 
 
 # -- how functions are found ---------------------------------------------------------------------------------------------

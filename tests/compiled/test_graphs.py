@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from bits import differences
-from compiling import BF16, BY_OP, F16, F32, HALF, TRACED, TRACED_WHOLE, initialized, start
+from compiling import BF16, BY_OP, F16, F32, HALF, TRACED, TRACED_WHOLE, initialized
 from op_calls import PRODUCTS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -247,6 +247,9 @@ def test_plain_model_is_left_alone(device: torch.device) -> None:
     plain.bfloat16()
     for call in (TRACED_WHOLE(plain), TRACED_WHOLE(lambda x: plain(x))):
         assert call(x.bfloat16())[1] == [BF16, BF16]
+    # and what was compiled for a plain one casts another
+    either = TRACED(lambda model, x: model(x))
+    assert [either(each, x.to(each.layer.weight.dtype))[1] for each in (plain, first)] == [[BF16, BF16], [BF16, F32]]
 
 
 # -- beside a compilation ------------------------------------------------------------------------------------------------------
@@ -283,14 +286,3 @@ def test_model_that_runs_while_another_thread_compiles(level: str, device: torch
     # a layer by itself, and after all of it nothing is cast outside
     assert model.layer(x).dtype is (F32 if level in BY_OP else model.layer.weight.dtype)
     assert (x @ x.t()).dtype is F32
-
-
-@pytest.mark.parametrize(('level', 'way'), [('O2', 'function'), ('O4', 'after')])
-@torch.no_grad()
-def test_encoders_of_torch_are_one_graph(level: str, way: str, device: torch.device) -> None:
-    """They look for hooks before they take a shorter way in evaluation."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).to(device).eval()
-    call, _ = start(model, level, way)
-    x = torch.randn(2, 3, 8, device=device)
-    assert torch.allclose(call(x), model(x), atol=0.05)

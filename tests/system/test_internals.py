@@ -49,25 +49,6 @@ def test_backward_pass_is_known_to_a_dispatch_mode() -> None:
     assert task >= 0
 
 
-def test_kernels_at_the_key_of_no_device_run_where_a_thread_lets_them() -> None:
-    assert torch_internals.has_kernel('aten::mm', 'AutocastCPU')
-    assert not torch_internals.has_kernel('aten::relu', 'AutocastCPU')
-    torch_internals.fall_through('AutocastHPU')
-    seen: list[str] = []
-    below, op = torch_internals.keys_below('AutocastHPU'), torch.ops.aten.erfinv.default
-    library = torch.library.Library('aten', 'IMPL')
-    library.impl('erfinv', lambda keys, x: (seen.append('kernel'), op.redispatch(keys & below, x))[1],
-                 'AutocastHPU', with_keyset=True)  # fmt: skip
-    reach = torch_internals.include_key('AutocastHPU')
-    for inside in (True, False):
-        reach(inside)
-        with torch.autocast('hpu', dtype=torch.bfloat16):
-            assert torch.zeros(1).erfinv().item() == 0 and torch.zeros(1).exp().item() == 1
-            assert torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.zeros(1),)).item() == 1
-    library._destroy()
-    assert seen == ['kernel']
-
-
 def test_names_that_are_only_looked_up() -> None:
     found = torch_internals.variable_function('exp')
     assert found is not None and found(torch.zeros(1)).item() == 1 and torch_internals.variable_function('none') is None
