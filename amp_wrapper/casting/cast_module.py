@@ -7,7 +7,6 @@ and closes nothing of theirs after an interrupt.
 from __future__ import annotations
 
 import copy
-import copyreg
 import dataclasses
 import functools
 import itertools
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, cast
-from weakref import ReferenceType, WeakSet
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from ..policy.copies import Copies
 from ..policy.fp32_registry import FP32_METHODS
 from ..policy.levels import dtype_name
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject, cast_tensors, tensors_in
-from . import fp32_values, functions, kernels, region, state_dicts, type_errors
+from . import fp32_values, functions, kernels, recompute, region, state_dicts, type_errors
 from .modules import own_tensors
 from .rule import Rule, traced
 
@@ -42,82 +41,69 @@ _FLOAT32 = frozenset({torch.float32})
 _OF_THE_ORIGINAL = ('_amp_attached', '_amp_trained', '_amp_follower', '_amp_first', '_amp_watchers')
 
 
-class Watcher:
-    """Is told of the calls of a module, outside of its casts: what it is given, and what its caller gets. Not in graphs.
-
-    Args:
-        enter: Called with the module, ``args`` and ``kwargs`` before a call.
-        leave: Called with the module and the output; None after an exception.
-    """
-
-    def __init__(
-        self, enter: Callable[[nn.Module, Any, Any], object], leave: Callable[[nn.Module, Any], object]
-    ) -> None:
-        self.enter, self.leave = enter, leave
-        # a module holds this, and must not wait for the garbage collector
-        self._modules: WeakSet[nn.Module] = WeakSet()
-
-    def watch(self, module: nn.Module) -> Watcher:
-        """Be told of calls of a module from now on; no ScriptModule."""
-        if not isinstance(module, CastModule):
-            module.__class__ = _class_for(type(module))
-        vars(module)['_amp_watchers'] = (*vars(module).get('_amp_watchers', ()), self)
-        self._modules.add(module)
-        return self
-
-    def remove(self) -> None:
-        """Be told no longer."""
-        for module in self._modules:
-            others = tuple(each for each in vars(module).pop('_amp_watchers', ()) if each is not self)
-            if others:
-                vars(module)['_amp_watchers'] = others
-            elif rule_of(module) is None:
-                take_off(module)
-        self._modules.clear()
-
-
 class CastModule(nn.Module):
     """Stands before the class of a module that is cast."""
 
     _amp: Rule | None = None
     #: Lets the weights of the whole model follow their masters; for modules that are called by themselves.
     _amp_follower: ReferenceType[Any] | None = None
-    _amp_watchers: tuple[Watcher, ...] = ()
+    #: Those of :class:`.watcher.Watcher`.
+    _amp_watchers: tuple[Any, ...] = ()
     _amp_first = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module by its rule."""
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Keeps the class that casts from those who ask to be told of subclasses of a module's class."""
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module by its rule. Who kept ``module.__call__`` comes here as well, such as wrappers of torch.compile."""
         # torch.compile fails over super() inside of blocks
-        rule, call = self._amp, super().__call__
+        call: Any = super()._call_impl
+        rule = self._amp
         if self._amp_watchers and not torch.compiler.is_compiling():
             return _watched(self, call, args, kwargs)
         if rule is None or rule.is_idle or (rule.outermost and region.is_open()):
             return call(*args, **kwargs)
         return _by_rule(self, call, args, kwargs)
 
+    def _call_own(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``_call_impl``, where the class of the module has a ``__call__`` of its own."""
+        call = super().__call__
+        if self._amp_watchers and not torch.compiler.is_compiling():
+            return _watched(self, call, args, kwargs)
+        return _by_rule(self, call, args, kwargs)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Refuses half(), float(), to(dtype) and their like, and moves masters with their weights."""
-        if self._amp is not None and '_amp_attached' in vars(self):
-            _refuse_conversion(self, fn, self._amp.level)
+        for module in self.modules():
+            # before anything is changed
+            if isinstance(module, CastModule) and module._amp is not None and '_amp_attached' in vars(module):
+                _refuse_conversion(module, fn, module._amp.level)
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for weight in self._parameters.values():
             if weight is not None:
                 fp32_values.follow_device(weight)
         return result
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Lets loaded values reach the masters unrounded."""
-        load = super()._load_from_state_dict
+        load = functools.partial(super()._load_from_state_dict, state_dict, prefix, *args, **kwargs)
         if self._amp is None or not self._amp.casts:
-            load(state_dict, prefix, *args)
+            load()
         else:
-            state_dicts.load(self, load, state_dict, prefix, *args)
+            state_dicts.load(self, load, state_dict, prefix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        inherited = getattr(super(), '__deepcopy__', None)
         memo[id(self._amp)] = self._amp
-        if inherited is not None:
-            copied: nn.Module = inherited(memo)
+        if _copies_itself(self):
+            cls = type(self)
+            self.__class__ = base_of(cls)  # type: ignore[assignment]
+            try:
+                copied = copy.deepcopy(self, memo)
+            finally:
+                self.__class__ = cls
+            put(copied, self._amp or Rule())
+            for name in _OF_THE_ORIGINAL:
+                vars(copied).pop(name, None)
         else:
             make, words, state = self.__reduce_ex__(4)[:3]  # type: ignore[misc]
             copied = memo[id(self)] = make(*words)  # type: ignore[operator]
@@ -129,12 +115,20 @@ class CastModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, words, state, *rest = reduced
-        if make is not copyreg.__newobj__ or words[0] is not type(self):  # type: ignore[attr-defined]
-            return reduced
-        state = {name: value for name, value in state.items() if name not in _OF_THE_ORIGINAL}
-        return _rebuild, (base_of(type(self)), *words[1:]), state, *rest
+        if not _copies_itself(self):
+            state = {name: value for name, value in self.__getstate__().items() if name not in _OF_THE_ORIGINAL}  # type: ignore[no-untyped-call]
+            return _rebuild, (base_of(type(self)),), state
+        cls = type(self)
+        self.__class__ = base_of(cls)  # type: ignore[assignment]
+        try:
+            make, words, *rest = self.__reduce_ex__(max(protocol, 2))
+        finally:
+            self.__class__ = cls
+        return _cast_again, (make, words, self._amp), *rest
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _install(self)
 
     def __prepare_scriptable__(self) -> Any:
         raise ScriptingError(
@@ -200,6 +194,9 @@ def _follow(module: CastModule) -> None:
 
 def _trace(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
     """A call that is becoming part of a graph."""
+    if not region.is_open():
+        # what errors have left
+        traced.clear()
     if copies is not None:
         traced.append(copies)
     if rule.is_model:
@@ -288,12 +285,16 @@ def _refuse_conversion(module: CastModule, fn: Callable[[Tensor], Tensor], level
 # -- classes -----------------------------------------------------------------------------------------------------------------
 
 
-def _class_for(base: Any) -> type[nn.Module]:
+def class_for(base: Any) -> type[nn.Module]:
+    """The class that casts for the class of a module."""
     # Python knows them by weak references: a class goes with its last module
     for known in base.__subclasses__():
         if known.__bases__ == (CastModule, base):
             return cast('type[nn.Module]', known)
     words: dict[str, Any] = {'__module__': base.__module__, '__qualname__': base.__qualname__, '__doc__': base.__doc__}
+    if base.__call__ is not nn.Module.__call__:
+        # what it does around the call of torch is inside of the casts
+        words |= {'__call__': CastModule._call_own, '_call_impl': base._call_impl}
     for name in ENTRY_METHODS:
         # properties, static and class methods have no instance to ask
         method = next((vars(each)[name] for each in base.__mro__ if name in vars(each)), None)
@@ -324,16 +325,53 @@ def base_of(cls: type[nn.Module]) -> type[nn.Module]:
     return cls.__bases__[1] if CastModule in cls.__bases__ else cls
 
 
-def _rebuild(base: type[nn.Module], *args: Any) -> nn.Module:
-    cls = _class_for(base)
-    return cls.__new__(cls, *args)
+def _copies_itself(module: nn.Module) -> bool:
+    """Whether the class of a module has a way of its own to be copied or pickled. It is plain while it is copied."""
+    base = base_of(type(module))
+    ways = ('__deepcopy__', '__reduce__', '__reduce_ex__', '__getstate__', '__getnewargs_ex__', '__getnewargs__')
+    return any(getattr(base, way, None) is not getattr(nn.Module, way, None) for way in ways)
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    cls = class_for(base)
+    return cls.__new__(cls)
+
+
+def _cast_again(make: Callable[..., nn.Module], words: tuple[Any, ...], rule: Rule | None) -> nn.Module:
+    module = make(*words)
+    put(module, rule or Rule())
+    _install(module)
+    return module
+
+
+def _install(module: nn.Module) -> None:
+    """Let act, also in another process, what acts in the calls of an attached model."""
+    rule = rule_of(module)
+    if rule is not None and rule.is_model:
+        functions.install()
+        recompute.install()
+        for op in rule.fp32_ops:
+            functions.add(op, module)
 
 
 def put(module: nn.Module, rule: Rule) -> None:
     """Let calls of a module follow a rule, in the place of any other."""
     if not isinstance(module, CastModule):
-        module.__class__ = _class_for(type(module))
+        module.__class__ = class_for(type(module))
+        compiled = vars(module).get('_compiled_call_impl')
+        if compiled is not None:
+            # by module.compile(), of the call that the class had
+            vars(module)['_compiled_call_impl'] = functools.partial(_call_compiled, ref(module), compiled)  # type: ignore[arg-type]
     vars(module)['_amp'] = rule
+
+
+def _call_compiled(module: ReferenceType[CastModule], call: Any, *args: Any, **kwargs: Any) -> Any:
+    found = module()
+    return (
+        call(*args, **kwargs)
+        if found is None or not isinstance(found, CastModule)
+        else _by_rule(found, call, args, kwargs)
+    )
 
 
 def take_off(module: nn.Module) -> None:

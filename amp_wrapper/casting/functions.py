@@ -245,7 +245,8 @@ def add(op: Fp32Op, model: nn.Module | None = None) -> None:
         value = bound
     if is_function_class(value):
         rules_of_class(value).add(op, model)
-    elif model is not None or not kernels.add(op):
+    # with a warning is what torch refuses under the autocast of a GPU, whose kernels come first
+    elif model is not None or not kernels.add(op) or (op.warning and isinstance(value, FunctionType)):
         rules_of(*parent_of(op.name)).add(op, model)
 
 
@@ -292,6 +293,8 @@ def rules_of(holder: Any, name: str) -> Rules:
             if '__wrapped__' not in vars(function):
                 break
             function = function.__wrapped__  # type: ignore[attr-defined]
+        if isinstance(value, (staticmethod, classmethod)):
+            return _replace_attribute(holder, name, function, int(is_method), type(value))
         return _replace_attribute(holder, name, getattr(holder, name), int(is_method))
 
 
@@ -306,7 +309,8 @@ def _replace_body(function: FunctionType, skip: int) -> Rules:
         return rules.call(original, args, kwargs, skip if args and not isinstance(args[0], Tensor) else 0)
 
     signature = inspect.signature(function)
-    function.__kwdefaults__ = {'_amp_wrapper_run': run}
+    # other threads may call it meanwhile
+    function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), '_amp_wrapper_run': run}
     # where it stands is what tools look for that read sources, such as torch.jit.script
     function.__code__ = _entry.__code__.replace(
         co_name=code.co_name, co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
@@ -320,7 +324,7 @@ def _entry(*args: Any, _amp_wrapper_run: Any, **kwargs: Any) -> Any:
     return _amp_wrapper_run(args, kwargs)
 
 
-def _replace_attribute(holder: Any, name: str, value: Any, skip: int) -> Rules:
+def _replace_attribute(holder: Any, name: str, value: Any, skip: int, kind: Any = None) -> Rules:
     rules = Rules()
 
     @functools.wraps(value)
@@ -332,8 +336,7 @@ def _replace_attribute(holder: Any, name: str, value: Any, skip: int) -> Rules:
     if isinstance(holder, (type, ModuleType)):
         inside = [holder.__module__, holder.__qualname__] if isinstance(holder, type) else [holder.__name__]
         call.__module__, call.__qualname__ = inside[0], '.'.join([*inside[1:], name])
-    static = isinstance(inspect.getattr_static(holder, name), staticmethod)
-    setattr(holder, name, staticmethod(call) if static else call)
+    setattr(holder, name, call if kind is None else kind(call))
     if not isinstance(holder, type):
         for module in list(sys.modules.values()):
             space = getattr(module, '__dict__', None)

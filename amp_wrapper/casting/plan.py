@@ -119,6 +119,19 @@ class CastPlan:
             self.infinite = checks.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
             self.coarse = checks.lose_steps(self._buffers, dtype)
         self.raised = self._find_raised()
+        # what cannot be done is known before anything changes
+        for module in self._own_modules():
+            self._check_class(module)
+
+    @staticmethod
+    def _check_class(module: nn.Module) -> None:
+        try:
+            cast_module.class_for(cast_module.base_of(type(module)))
+        except Exception as error:
+            raise AmpAttachError(
+                f'{type(module).__name__} cannot be cast: that takes a class derived from its class, which cannot be made '
+                f'({type(error).__name__}: {error}).'
+            ) from error
 
     @property
     def casts_ops(self) -> bool:
@@ -318,7 +331,7 @@ class CastPlan:
             roots = {id(root) for _, root in self.roots}
             for module in self._cast_modules:
                 if id(module) not in roots:
-                    rules[module] = dataclasses.replace(below, outermost=True, is_model=False)
+                    rules[module] = dataclasses.replace(below, outermost=True, is_model=False, fp32_ops=())
         for _, root in self.roots:
             rules[root] = self._root_rule(rules.get(root, plain), root)
         return rules
@@ -361,6 +374,7 @@ class CastPlan:
             sets_autocast=rule.sets_autocast or self._covers,
             autocast=policy.autocast_dtype if self.casts_ops and rule.inputs is None else None,
             is_model=policy.runs_16_bit,
+            fp32_ops=policy.fp32_ops,
         )
 
     def _let_types_meet(self, plain: Rule) -> dict[nn.Module, Rule]:

@@ -44,15 +44,17 @@ class _Around:
 
     def __init__(self) -> None:
         self.state = 0
-        self._listens = torch_internals.VERSION >= (2, 13)
+        self._listens = False
 
     def listen(self) -> None:
-        """Follow what is open, once anything may be compiled."""
+        """Follow what is open, and let ops of the thread come to the keys, once anything may be compiled."""
         if not self._listens and compiler_internals.is_loaded():
             self._listens = True
             compiler_internals.before_compiled_calls(self._note)
 
     def _note(self) -> None:
+        for include in _reaches:
+            include(True)
         on = (casts_ops(), is_open(), torch.is_autocast_enabled(OPERANDS_SPARE), is_suspended())
         self.state = sum(2**place for place, is_on in enumerate(on) if is_on)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policy.copies import Copies
+from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import CASTABLE, EnterObject
 from . import region
 
@@ -36,6 +37,7 @@ class Rule:
         is_model: Whether the module is a whole model: says whether its calls may warn, and explains errors about types.
         level: The opt level of the model.
         speaks: Whether calls of the model may warn.
+        fp32_ops: Of a whole model: what its configuration names.
         casts: Whether the weights of the model are 16-bit.
         is_idle: Whether a call does nothing but what the module does.
     """
@@ -57,6 +59,7 @@ class Rule:
     is_model: bool = False
     level: str = ''
     speaks: bool = False
+    fp32_ops: tuple[Fp32Op, ...] = ()
     casts: bool = False
     is_idle: bool = dataclasses.field(init=False)
 

@@ -42,7 +42,7 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
 
 
 @torch.no_grad()
-def load(module: nn.Module, own: Callable[..., None], state_dict: Any, prefix: str, *args: Any) -> None:
+def load(module: nn.Module, own: Callable[[], None], state_dict: Any, prefix: str) -> None:
     """Load a module, so that values reach the masters unrounded, and parameters keep their identity.
 
     A weight that is the loaded value rounded gives its master the value itself; a weight that somebody changed otherwise wins
@@ -50,13 +50,12 @@ def load(module: nn.Module, own: Callable[..., None], state_dict: Any, prefix: s
 
     Args:
         module: With casts.
-        own: Its ``_load_from_state_dict``, which mmengine's loader calls, too.
+        own: Calls its ``_load_from_state_dict``, which mmengine's loader calls, too.
         state_dict: Its hooks may change the keys.
         prefix: Of the names of the module.
-        *args: The others of ``own``.
     """
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module)}
-    own(state_dict, prefix, *args)
+    own()
     for name, now in list(own_tensors(module)):
         old, version = before.get(name, (now, now._version))
         if now is not old:
