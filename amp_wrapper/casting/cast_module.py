@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from .. import torch_internals
 from ..compiler_internals import constant_when_traced
-from ..errors import AmpUsageError, ScriptingError
+from ..errors import AmpAttachError, ScriptingError
 from ..policy import said_once
 from ..policy.copies import Copies
 from ..policy.fp32_registry import FP32_METHODS
-from ..policy.levels import dtype_name
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject, cast_tensors, tensors_in
-from . import fp32_values, functions, kernels, recompute, region, state_dicts, type_errors
+from . import checks, fp32_values, functions, kernels, recompute, region, state_dicts, type_errors
 from .modules import own_tensors
 from .rule import Rule, traced
 
@@ -77,7 +76,7 @@ class CastModule(nn.Module):
         for module in self.modules():
             # before anything is changed
             if isinstance(module, CastModule) and module._amp is not None and '_amp_attached' in vars(module):
-                _refuse_conversion(module, fn, module._amp.level)
+                checks.refuse_conversion(module, fn, module._amp.level)
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for weight in self._parameters.values():
             if weight is not None:
@@ -259,34 +258,15 @@ def _has_values() -> bool:
     return not (torch.compiler.is_compiling() or torch_internals.in_function_transform(or_mode=True))
 
 
-def _refuse_conversion(module: CastModule, fn: Callable[[Tensor], Tensor], level: str) -> None:
-    """Call ``fn`` with an empty tensor of each kind that the module has, and refuse it if it changes a floating type.
-
-    Every module of a cast model that has tensors does so before its own are changed.
-    """
-    own = itertools.chain(module._parameters.values(), module._buffers.values())
-    for dtype, device in {(t.dtype, t.device) for t in own if t is not None and t.dtype in CASTABLE}:
-        try:
-            with torch.no_grad():
-                made = fn(torch.empty(0, dtype=dtype, device=device))
-        except Exception:
-            # the conversion itself raises this error
-            return
-        if isinstance(made, Tensor) and made.dtype is not dtype:
-            raise AmpUsageError(
-                f'{type(module).__name__} is part of a model that mixed precision is attached to, at {level}: half(), '
-                f'float(), bfloat16(), double(), type() and to(dtype) would turn its {dtype_name(dtype)} tensors into '
-                f'{dtype_name(made.dtype)} behind the optimizer, its masters and the casts. The level decides the types. For a '
-                f'model of another type load model.state_dict(), whose values are FP32, into a new one; with AmpOptimWrapper, '
-                f'detach() gives the FP32 model back. Moves to a device and memory formats go on.'
-            )
-
-
 # -- classes -----------------------------------------------------------------------------------------------------------------
 
 
 def class_for(base: Any) -> type[nn.Module]:
-    """The class that casts for the class of a module."""
+    """The class that casts for the class of a module.
+
+    Raises:
+        AmpAttachError: No class can be derived from it.
+    """
     # Python knows them by weak references: a class goes with its last module
     for known in base.__subclasses__():
         if known.__bases__ == (CastModule, base):
@@ -300,7 +280,13 @@ def class_for(base: Any) -> type[nn.Module]:
         method = next((vars(each)[name] for each in base.__mro__ if name in vars(each)), None)
         if isinstance(method, FunctionType):
             words[name] = _entry(method, name in FP32_METHODS)
-    return cast('type[nn.Module]', type(base)(base.__name__, (CastModule, base), words))
+    try:
+        return cast('type[nn.Module]', type(base)(base.__name__, (CastModule, base), words))
+    except Exception as error:
+        raise AmpAttachError(
+            f'{base.__name__} cannot be cast: that takes a class derived from it, which cannot be made '
+            f'({type(error).__name__}: {error}).'
+        ) from error
 
 
 def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import shards
-from ..errors import AmpAttachError, some
+from ..errors import AmpAttachError, AmpUsageError, some
 from ..policy.levels import Policy, dtype_name
-from ..policy.nested import HALF_TYPES, parameters_of
+from ..policy.nested import CASTABLE, HALF_TYPES, parameters_of
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -195,3 +196,26 @@ def _remedy(names: Iterable[str]) -> str:
     # keep_fp32 names modules, and the model itself would be all of it
     elsewhere = 'move those that the model itself holds into a module of their own, for keep_fp32'
     return elsewhere if '' in modules else f'keep their modules in FP32 (keep_fp32={modules})'
+
+
+def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor], level: str) -> None:
+    """Call ``fn`` with an empty tensor of each kind that the module has, and refuse it if it changes a floating type.
+
+    Every module of a cast model that has tensors does so before its own are changed.
+    """
+    own = itertools.chain(module._parameters.values(), module._buffers.values())
+    for dtype, device in {(t.dtype, t.device) for t in own if t is not None and t.dtype in CASTABLE}:
+        try:
+            with torch.no_grad():
+                made = fn(torch.empty(0, dtype=dtype, device=device))
+        except Exception:
+            # the conversion itself raises this error
+            return
+        if isinstance(made, Tensor) and made.dtype is not dtype:
+            raise AmpUsageError(
+                f'{type(module).__name__} is part of a model that mixed precision is attached to, at {level}: half(), '
+                f'float(), bfloat16(), double(), type() and to(dtype) would turn its {dtype_name(dtype)} tensors into '
+                f'{dtype_name(made.dtype)} behind the optimizer, its masters and the casts. The level decides the types. For a '
+                f'model of another type load model.state_dict(), whose values are FP32, into a new one; with AmpOptimWrapper, '
+                f'detach() gives the FP32 model back. Moves to a device and memory formats go on.'
+            )

@@ -121,17 +121,7 @@ class CastPlan:
         self.raised = self._find_raised()
         # what cannot be done is known before anything changes
         for module in self._own_modules():
-            self._check_class(module)
-
-    @staticmethod
-    def _check_class(module: nn.Module) -> None:
-        try:
             cast_module.class_for(cast_module.base_of(type(module)))
-        except Exception as error:
-            raise AmpAttachError(
-                f'{type(module).__name__} cannot be cast: that takes a class derived from its class, which cannot be made '
-                f'({type(error).__name__}: {error}).'
-            ) from error
 
     @property
     def casts_ops(self) -> bool:
@@ -320,10 +310,11 @@ class CastPlan:
         for module, starts, gives_back in self._kept_modules:
             back = starts and gives_back
             warning = BCE_WARNING if isinstance(module, nn.BCELoss) else ''
-            rule = dataclasses.replace(plain, inputs=torch.float32, warning=warning)
-            rules[module] = dataclasses.replace(
-                rule, **dict(outputs=half if back else None) if half else self._fp32_region(back)
-            )
+            rule = dataclasses.replace(plain, inputs=torch.float32, outputs=half if back else None, warning=warning)
+            if not half:
+                # where autocast is on
+                rule = dataclasses.replace(rule, sources=HALF_TYPES, gives_back=back, sets_autocast=True)
+            rules[module] = rule
         if policy.cast_model_type is torch.float32:
             rules |= self._let_types_meet(plain)
         if self.casts_ops:
@@ -335,11 +326,6 @@ class CastPlan:
         for _, root in self.roots:
             rules[root] = self._root_rule(rules.get(root, plain), root)
         return rules
-
-    @staticmethod
-    def _fp32_region(back: bool) -> dict[str, object]:
-        """How a module stays FP32 where autocast is on."""
-        return dict(sources=HALF_TYPES, gives_back=back, sets_autocast=True)
 
     def _region(self) -> str:
         """What acts in the calls of the model."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from bits import differences, same_bits
 from compiling import start
 from pairs import pairs
+from processes import python
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import hessian, jacobian
@@ -34,17 +36,15 @@ LEVELS = ('O4', 'O5', 'O1', 'O2')
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-def nothing() -> None: ...
-
-
 class Part(nn.Sequential):
     """Dropout, an op and a function of the FP32 registry, and something that is called in between."""
 
-    between: Any = staticmethod(nothing)
+    between: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self[1](self[0](x))
-        self.between()
+        if self.between:
+            self.between()
         return self[2](x) + F.mse_loss(x, x * 2) * F.normalize(x, dim=-1)
 
 
@@ -109,10 +109,11 @@ def trained(body: str, level: str, way: str) -> list[Any]:
         output.square().sum().backward()
         found.append([output.detach(), x.grad, [p.grad for p in net.parameters()]])
         net.zero_grad()
-    return found
+    with ThreadPoolExecutor(1) as thread:
+        return [*found, thread.submit(call, X).result().detach()]
 
 
-@pairs(body=BODIES, way=['after', 'in place', 'function'], level=LEVELS)
+@pairs(body=BODIES, way=['before', 'after', 'in place', 'function'], level=LEVELS)
 def test_compiled(body: str, way: str, level: str) -> None:
     assert differences(trained(body, level, way), trained(body, level, 'eager')) == []
 
@@ -130,19 +131,18 @@ def replica(module: nn.Module) -> nn.Module:
     return twin
 
 
-def saved(net: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(net, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
 #: The first two have weights of their own.
-COPIES: dict[str, Callable[[Any], Any]] = {
-    'deepcopy': copy.deepcopy,
-    'saved': saved,
-    'copy': copy.copy,
-    'replica': replica,
-}
+COPIES: dict[str, Any] = {'deepcopy': copy.deepcopy, 'pickle': lambda net: pickle.loads(pickle.dumps(net))}
+COPIES |= {'copy': copy.copy, 'replica': replica}
+
+
+@pytest.mark.parametrize('level', ['O4', 'O5'])
+def test_model_that_is_read_in_another_process(level: str, tmp_path: Path) -> None:
+    net = cast(level)
+    torch.save(net, tmp_path / 'net')
+    code = "from test_mechanism import *; torch.save(torch.load('{0}/net', weights_only=False)(X), '{0}/out')"
+    assert python('-c', code.format(tmp_path), cwd=Path(__file__).parent).returncode == 0
+    assert same_bits(torch.load(tmp_path / 'out'), net(X))
 
 
 @pairs(way=COPIES, level=(*LEVELS, 'O3'))
@@ -231,8 +231,11 @@ class Kind(type):
 class Odd(nn.Linear, metaclass=Kind):
     __slots__ = ('scale',)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        cls.options = options
+    def __init_subclass__(cls, *, kind: str) -> None:
+        cls.kind = kind
+
+    def __reduce__(self) -> Any:
+        return Odd, (4, 4), self.__dict__
 
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x) * self.number * getattr(self, 'scale', 1)
