@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_internals
-from ..compiler_internals import constant_when_traced
+from ..compiler_internals import constant_when_traced, never_compiled
 from ..errors import AmpAttachError, ScriptingError
 from ..policy import said_once
 from ..policy.copies import Copies
@@ -237,6 +237,11 @@ def _run(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args:
     return cast_tensors(result, dtype, _FLOAT32 if rule.gives_back else CASTABLE, rule.enter)
 
 
+# between two graphs they run as they are, and what they call may be compiled
+for _function in (CastModule._call_impl, _by_rule, _trace, _run):
+    never_compiled(_function)
+
+
 def _first_half(args: Any, kwargs: Any) -> torch.dtype | None:
     for tensor in tensors_in((args, kwargs)):
         if tensor.dtype in HALF_TYPES:
@@ -303,6 +308,7 @@ def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
         with region.spare(rule.entry), region.operands(rule.entry):
             return entry(self, *args, **kwargs)
 
+    never_compiled(entry)
     return entry
 
 

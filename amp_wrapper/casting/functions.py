@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compiler_internals import constant_when_traced
+from ..compiler_internals import constant_when_traced, never_compiled
 from ..errors import AmpUsageError
 from ..policy.copies import Copies
 from ..policy.fp32_registry import CALLER, FLOAT32, FP32_OPS, METHOD_REASON, MODEL, Fp32Op
@@ -245,6 +245,8 @@ def add(op: Fp32Op, model: nn.Module | None = None) -> None:
         value = bound
     if is_function_class(value):
         rules_of_class(value).add(op, model)
+    elif op.name == 'torch.Tensor.numpy':
+        _replace_numpy()
     # with a warning is what torch refuses under the autocast of a GPU, whose kernels come first
     elif model is not None or not kernels.add(op) or (op.warning and isinstance(value, FunctionType)):
         rules_of(*parent_of(op.name)).add(op, model)
@@ -345,6 +347,19 @@ def _replace_attribute(holder: Any, name: str, value: Any, skip: int, kind: Any 
                 for key in [key for key, each in space.items() if each is value]:
                     setattr(module, key, call)
     return rules
+
+
+@functools.cache
+def _replace_numpy() -> None:
+    """Let arrays of 16-bit tensors be FP32 in regions. Graphs make arrays by this method: it is never part of one."""
+    numpy = Tensor.numpy
+
+    @functools.wraps(numpy)
+    def wide(self: Tensor, **options: Any) -> Any:
+        return numpy(self.float() if region.is_open() and self.dtype in HALF_TYPES else self, **options)
+
+    never_compiled(wide, with_callees=True)
+    Tensor.numpy = wide  # type: ignore[method-assign, assignment]
 
 
 def rules_of_class(cls: Any) -> Rules:

@@ -288,7 +288,7 @@ class CastPlan:
     def _rules(self) -> dict[nn.Module, Rule]:
         """What a call of each module does."""
         policy, half = self.policy, self.policy.cast_model_type if self.policy.casts_model else None
-        inside = self._region()
+        inside = self._region() if policy.runs_16_bit else region.AS_AROUND
         casts = policy.casts_model or policy.keeps_types
         plain = Rule(entry=inside, casts=casts, level=policy.opt_level, speaks=policy.verbosity >= 1)
         if policy.keeps_types:
