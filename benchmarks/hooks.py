@@ -1,7 +1,7 @@
 """What the casts cost on the host: ``python -m benchmarks.hooks [--write]``.
 
-A leaf hook that finds nothing to cast, torch's own price for having any hook, whole forward passes of many small modules
-with and without the package, and the FP32 registry: beginning and ending a pass, and a member inside and outside of one.
+A cast module that finds nothing to cast, torch's own price for having a hook, whole forward passes of many small modules
+with and without the package, and the FP32 registry: beginning and ending a region, and a member inside and outside of one.
 One run, one thread, medians.
 """
 
@@ -19,9 +19,7 @@ import torch
 from torch import nn
 
 from amp_wrapper import amp
-from amp_wrapper.autocast import regions
-from amp_wrapper.autocast.op_set import OpSet
-from amp_wrapper.casting.cast_hooks import CastInputs
+from amp_wrapper.casting import cast_module, functions, region, rule
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.policy import resolve
 
@@ -126,19 +124,13 @@ def measure() -> list[tuple[str, float, str]]:
     """Rows of (what, microseconds, note)."""
     torch.set_num_threads(1)
     half = torch.ones(4, dtype=torch.bfloat16)
-    hook = CastInputs(torch.bfloat16)
     bare, empty, ours = Nothing(), Nothing(), Nothing()
     empty.register_forward_pre_hook(ignore, with_kwargs=True)
-    ours.register_forward_pre_hook(hook, with_kwargs=True)
+    cast_module.put(ours, rule.Rule(inputs=torch.bfloat16))
     rows = [
-        (
-            'leaf hook, nothing to cast: the hook itself',
-            microseconds(lambda: hook(ours, (half,), {})),
-            'target: below 2',
-        ),
-        ('module call without any hook', microseconds(lambda: bare(half)), ''),
+        ('module call', microseconds(lambda: bare(half)), ''),
         ('module call with a hook that does nothing', microseconds(lambda: empty(half)), "torch's own price of a hook"),
-        ('module call with the leaf hook', microseconds(lambda: ours(half)), ''),
+        ('call of a cast module, nothing to cast', microseconds(lambda: ours(half)), ''),
     ]
     x = torch.ones(4, 8)
     plain = layers()
@@ -152,25 +144,21 @@ def measure() -> list[tuple[str, float, str]]:
     wide = x.bfloat16()
     rows.append(('300 modules, bfloat16, no package', microseconds(lambda: half_model(wide), 20), ''))
 
-    members = OpSet()
+    functions.install()
 
-    def whole_pass() -> None:
-        regions.enter(members.keys)
-        regions.leave()
+    def whole_region() -> None:
+        with region.spare(region.OPERANDS), region.operands(region.OPERANDS):
+            pass
 
-    whole_pass()
+    whole_region()
     loss = torch.nn.functional.mse_loss
-    rows.append(('FP32 registry: begin and end a forward pass', microseconds(whole_pass), 'once a forward pass'))
-    rows.append(('mse_loss in FP32, no pass under way', microseconds(lambda: loss(x, x)), 'nothing of ours is called'))
-    regions.enter(members.keys)
-    inside = torch.nn.functional.mse_loss
-    rows.append(('mse_loss in FP32 inside a pass', microseconds(lambda: inside(x, x)), 'a member'))
-    rows.append(
-        ('mse_loss of bfloat16 inside a pass', microseconds(lambda: inside(wide, wide)), 'a member, with casts')
-    )
-    rows.append(('relu inside a pass', microseconds(lambda: torch.relu(x)), 'no member: not touched'))
-    regions.leave()
+    rows.append(('begin and end a region', microseconds(whole_region), 'once a forward pass; target: below 5'))
+    rows.append(('mse_loss in FP32, no region open', microseconds(lambda: loss(x, x)), 'nothing of ours is called'))
     rows.append(('relu', microseconds(lambda: torch.relu(x)), ''))
+    with region.opened(region.OPERANDS):
+        rows.append(('mse_loss in FP32 in a region', microseconds(lambda: loss(x, x)), 'a member'))
+        rows.append(('mse_loss of bfloat16 in a region', microseconds(lambda: loss(wide, wide)), 'with casts'))
+        rows.append(('relu in a region', microseconds(lambda: torch.relu(x)), 'no member: not touched'))
     return rows + forwards()
 
 

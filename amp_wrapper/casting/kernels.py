@@ -142,7 +142,9 @@ def install_registry() -> None:
     region.reach()
     for name in RANGE_OPS:
         for overload in overloads_of(name):
-            _spare_kernel(overload).clamps = True
+            # what torch makes relu of takes a number that fits
+            if overload not in (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default):
+                _spare_kernel(overload).clamps = True
     follow = [rule.op for rule in OP_RULES.values() if rule.rule == FOLLOW]
     for name in (*follow, *_WRITES.split()):
         overload = overload_of(name)
