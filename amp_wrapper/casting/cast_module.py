@@ -237,8 +237,8 @@ def _run(module: CastModule, rule: Rule, call: Any, copies: Copies | None, args:
     return cast_tensors(result, dtype, _FLOAT32 if rule.gives_back else CASTABLE, rule.enter)
 
 
-# between two graphs they run as they are, and what they call may be compiled
-for _function in (CastModule._call_impl, _by_rule, _trace, _run):
+# where a graph breaks inside of them they run as they are, and what they call may be compiled
+for _function in (_by_rule, _trace, _run):
     never_compiled(_function)
 
 

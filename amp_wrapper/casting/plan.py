@@ -258,6 +258,7 @@ class CastPlan:
                 cast_module.take_off(module)
         for tensor in self.raised:
             cast_in_place(tensor, torch.float32)
+        region.reach()
         if policy.runs_16_bit:
             self._install()
         if policy.casts_model:
