@@ -113,7 +113,7 @@ class CastPlan:
             self._cast_modules = [m for m in self._own_modules() if given.intersection(map(id, m.parameters(False)))]
         if policy.enabled:
             around = within or [root for _, root in self.roots]
-            shard_check.check_shards(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
+            shard_check.check_shards(self.roots, policy, set(map(id, self.gathered.values())), around)
         dtype = policy.cast_model_type
         if policy.casts_model and dtype is not None:
             self.infinite = checks.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from typing_extensions import Unpack
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import PolicyOptions, resolve
-from ..policy.levels import OptLevel, Policy, dtype_name
+from ..policy.levels import OptLevel, Policy
 from ..policy.options import OPTIONS, Option, is_whole, to_dtype
 from ..shards import is_sharded
 from .cast_handle import cast_in_place
@@ -40,8 +39,8 @@ _MESH = Option(
     "a DeviceMesh (of GPUs with torch 2.6) of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
     "names, the first of which repeats the model: init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', 'shard'))",
 )
-#: What one call of ``fully_shard`` is for, and the type in which the level computes with it.
-Group = tuple[list[nn.Module], torch.dtype]
+#: What one call of ``fully_shard`` is for, and whether the level computes with it in 16-bit.
+Call = tuple[list[nn.Module], bool]
 #: How to shard over a mesh: the other fields of :class:`Sharding`, as users write them.
 SHARDING_OPTIONS: dict[str, Option] = {
     'blocks': OPTIONS['keep_fp32'],
@@ -86,22 +85,16 @@ class Sharding:
         words, table = dict(options or {}), SHARDING_OPTIONS
         problems = [
             f'sharding has an unknown key {key!r}{nearest(str(key), table)}: known are {", ".join(table)}.'
-            for key in words
-            if key not in table
+            for key in words.keys() - table.keys()
         ]
         _MESH.read('mesh', mesh, problems)
         read = {
             name: option.read(f'sharding[{name!r}]', words.get(name, option.default), problems)
             for name, option in table.items()
         }
-        ranks = read['reshard_after_forward']
-        if type(ranks) is int and not problems and (ranks < 1 or mesh.size(mesh.ndim - 1) % ranks):
-            problems.append(f"sharding['reshard_after_forward']={ranks} must divide the number of ranks of {mesh!r}.")
         if policy.accumulate_in_fp32 and policy.casts_model:
             if read['reduce_dtype'] not in (None, torch.float32):
-                problems.append(
-                    "sharding['reduce_dtype'] must be float32 beside accumulate_in_fp32=True: leave it out."
-                )
+                problems.append("sharding['reduce_dtype'] contradicts accumulate_in_fp32=True, float32: leave it out.")
             read['reduce_dtype'] = torch.float32
         if policy.split_masters:
             problems.append(f"master_weights='split' conflicts with a mesh: {NO_SPLIT_SHARDS}")
@@ -135,28 +128,25 @@ def shard(
         average: The same.
 
     Raises:
-        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; on another kind of device than the mesh; a module that
-            mixes types; a parameter that two groups share, or without dimensions; an optimizer that has state already. Nothing
-            has been changed.
+        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; a module that mixes types; a parameter that two groups
+            share; an optimizer that has state already. Nothing has been changed.
         AmpConfigError: ``blocks`` that name nothing. Nothing has been changed.
-        RuntimeError: By torch before 2.12, for a parameter of whole numbers. A part of the model may be sharded.
+        RuntimeError, ValueError: By torch, for a parameter of whole numbers before 2.12, a parameter without dimensions, or a
+            number of ranks in ``reshard_after_forward`` that does not divide theirs. A part of the model may be sharded.
     """
-    computed_in: dict[int, torch.dtype] = {}
-    groups: list[Group] = []
+    half: dict[int, nn.Parameter] = {}
+    calls: list[Call] = []
     for model in models:
-        _check_model(model, sharding.mesh)
+        _check_model(model)
         plan = CastPlan([('', model)], policy, leave, average)
         if plan.rounded and not has_16bit_shards(policy):
             raise AmpAttachError(
                 f'{some(list(plan.rounded))} are 16-bit already, and shards are FP32: drop .half() or .bfloat16().'
             )
-        computed_in |= {id(parameter): parameter.dtype for parameter in model.parameters()}
-        if policy.cast_model_type is not None:
-            computed_in |= dict.fromkeys(map(id, plan.parameters.values()), policy.cast_model_type)
-        groups += make_groups(model, find_blocks(model, sharding.blocks), computed_in)
+        half |= {id(parameter): parameter for parameter in plan.parameters.values()}
+        calls += order_of_calls(model, find_blocks(model, sharding.blocks), half)
     for optimizer in optimizers:
-        whole = [p for group in optimizer.param_groups for p in group['params'] if id(p) in computed_in]
-        if any(map(optimizer.state.get, whole)):
+        if any(optimizer.state.values()):
             raise AmpAttachError(
                 f'{type(optimizer).__name__} has state already, which does not fit shards: initialise before the first step, '
                 f'and load the state afterwards by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
@@ -165,14 +155,13 @@ def shard(
     # from here on, things change
     for model in models:
         begin_alike(model, sharding.mesh)
-    for _, _, parameter in before if has_16bit_shards(policy) else ():
-        cast_in_place(parameter, computed_in[id(parameter)])
-    for group in groups:
-        _call_fully_shard(group, policy, sharding)
+    for parameter in half.values() if has_16bit_shards(policy) else ():
+        cast_in_place(parameter, policy.cast_model_type or torch.float32)
+    for modules, is_half in calls:
+        _call_fully_shard(modules, is_half, policy, sharding)
     sharded = {id(parameter): model.get_parameter(name) for model, name, parameter in before}
-    for optimizer in optimizers:
-        for options in optimizer.param_groups:
-            options['params'][:] = [sharded.get(id(parameter), parameter) for parameter in options['params']]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group['params'][:] = [sharded.get(id(parameter), parameter) for parameter in group['params']]
 
 
 _Model = TypeVar('_Model', bound=nn.Module)
@@ -222,8 +211,9 @@ def fully_shard(
 
     Raises:
         AmpConfigError: Every conflict of the configuration in one message.
-        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; on another kind of device than the mesh; a module that
-            mixes types; a parameter that two groups share, or without dimensions. Nothing has been changed.
+        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; a module that mixes types; a parameter that two groups
+            share. Nothing has been changed.
+        RuntimeError, ValueError: By torch, as for its own ``fully_shard``; a part of the model may be sharded.
     """
     policy = resolve(opt_level, **options)
     words = dict(blocks=blocks, reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, offload=offload)
@@ -247,24 +237,18 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
             tensor.copy_(value)
 
 
-def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
-    for name, module in model.named_modules():
+def _check_model(model: nn.Module) -> None:
+    for module in model.modules():
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             raise AmpAttachError(
-                f'{name or "the model"} is wrapped in {type(module).__name__}, and a mesh was given: sharding averages '
-                f'gradients itself. Hand over the model alone.'
+                f'the model has a {type(module).__name__}, and a mesh was given: sharding averages gradients itself. Hand over '
+                f'the model alone.'
             )
-    for name, parameter in model.named_parameters():
-        problem = ''
-        if is_sharded(parameter):
-            problem = 'is a DTensor already: leave mesh out, or do not call fully_shard'
-        # fully_shard moves what is on the CPU to the device of the mesh
-        elif parameter.device.type not in (mesh.device_type, 'cpu', 'meta'):
-            problem = f'is on {parameter.device}, and the mesh is of {mesh.device_type}: they must be of one kind'
-        elif not parameter.ndim:
-            problem = 'has no dimensions, and cannot be divided: give it the shape (1,)'
-        if problem:
-            raise AmpAttachError(f'a mesh was given, and {name} {problem}.')
+    sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+    if sharded:
+        raise AmpAttachError(
+            f'a mesh was given, and {some(sharded)} are DTensors already: leave mesh out, or do not call fully_shard.'
+        )
 
 
 def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
@@ -294,95 +278,73 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def make_groups(model: nn.Module, blocks: Sequence[nn.Module], computed_in: Mapping[int, torch.dtype]) -> list[Group]:
-    """The calls of ``fully_shard``, in order: each leaves out what those before it have sharded. Nothing is called here.
+def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Container[int]) -> list[Call]:
+    """Put the calls of ``fully_shard`` in order: each leaves out what those before it have sharded. Nothing is called here.
 
     Args:
         model: Its own call is the last one.
-        blocks: What is gathered as a whole, outer modules first. Modules inside that are of another type come before each.
-        computed_in: The type in which the level computes with each parameter, by id.
+        blocks: What is gathered as a whole, outer modules first. What stays FP32 inside comes before each.
+        half: The parameters, by id, that the level computes with in 16-bit.
 
     Raises:
-        AmpAttachError: A module that mixes types; a parameter that two groups share.
+        AmpAttachError: A module that mixes types; a parameter that two calls reach.
     """
-    groups: list[Group] = []
+    calls: list[Call] = []
     taken: set[int] = set()
 
-    def sizes_of(module: nn.Module) -> Counter[torch.dtype]:
-        """How many elements of each type a call for a module would take."""
-        sizes: Counter[torch.dtype] = Counter()
-        for parameter in module.parameters():
-            if id(parameter) not in taken:
-                sizes[computed_in[id(parameter)]] += parameter.numel()
-        return sizes
+    def types_of(module: nn.Module) -> set[bool]:
+        """Whether what a call for a module would take is 16-bit; both where it mixes types."""
+        return {id(each) in half for each in module.parameters() if id(each) not in taken}
 
-    def find_apart(module: nn.Module, main: torch.dtype) -> Iterator[tuple[nn.Module, torch.dtype]]:
-        """The largest modules below whose parameters are all of one other type than ``main``, with that type."""
+    def find_kept(module: nn.Module) -> Iterator[nn.Module]:
+        """The largest modules below whose parameters all stay FP32."""
         for child in module.children():
-            dtypes = list(sizes_of(child))
-            if len(dtypes) == 1 and main not in dtypes and _has_forward(child):
-                yield child, dtypes[0]
-            elif set(dtypes) - {main}:
-                yield from find_apart(child, main)
+            types = types_of(child)
+            if types == {False} and _has_forward(child):
+                yield child
+            elif types != {True}:
+                yield from find_kept(child)
 
     for block in [*reversed(blocks), model]:
-        sizes = sizes_of(block)
-        if not sizes and block is not model:
-            continue
-        own = [computed_in[id(parameter)] for parameter in block.parameters(recurse=False)]
-        main = own[0] if own else max(sizes, key=sizes.__getitem__, default=torch.float32)
-        apart = dict(find_apart(block, main))
-        for dtype in dict.fromkeys(apart.values()):
-            modules = [module for module, other in apart.items() if other is dtype]
-            together = [modules] if fsdp_internals.COMPLETES_GROUPS else [[module] for module in modules]
-            groups += [(each, dtype) for each in together]
-        groups.append(([block], main))
+        is_half = True in types_of(block)
+        kept = list(find_kept(block)) if is_half else []
+        calls += [(kept, False)] if kept and fsdp_internals.COMPLETES_GROUPS else [([each], False) for each in kept]
+        calls.append(([block], is_half))
         taken.update(map(id, block.parameters()))
-    _check_groups(model, groups, computed_in)
-    return groups
+    _check_calls(model, calls, half)
+    return calls
 
 
-def _check_groups(model: nn.Module, groups: Sequence[Group], computed_in: Mapping[int, torch.dtype]) -> None:
-    calls = {module: group for group in groups for module in group[0]}
-    # by the names of modules: the group of each is that of the nearest one above it which fully_shard is called for
-    inside: dict[str, Group] = {'': groups[-1]}
-    owners: dict[int, tuple[Group, str]] = {}
+def _check_calls(model: nn.Module, calls: Sequence[Call], half: Container[int]) -> None:
+    by_module = {module: call for call in calls for module in call[0]}
+    # by the names of modules: what takes the parameters of each is the call for the nearest one above it
+    inside: dict[str, Call] = {'': calls[-1]}
+    owners: dict[int, Call] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        inside[name] = group = calls.get(module, inside[name.rpartition('.')[0]])
-        called = f'{name or "the model"} ({class_name(module)})'
+        inside[name] = call = by_module.get(module, inside[name.rpartition('.')[0]])
+        # fully_shard would untie what is shared without a word
         for key, parameter in module.named_parameters(recurse=False):
-            dtype = computed_in[id(parameter)]
-            first, holder = owners.setdefault(id(parameter), (group, called))
-            if first is not group:
-                # fully_shard would untie it without a word
+            problem = 'stays FP32 beside 16-bit parameters' if (id(parameter) in half) != call[1] else ''
+            if owners.setdefault(id(parameter), call) is not call:
+                problem = 'is shared with a module that is gathered apart'
+            if problem:
                 raise AmpAttachError(
-                    f'{holder} and {called} share a parameter, {key}, and are gathered apart: name blocks, '
-                    f'sharding=dict(blocks=[...]), such that one of them has both, or untie it.'
-                )
-            if dtype is not group[1]:
-                raise AmpAttachError(
-                    f'{called} has {key}, which the level computes with in {dtype_name(dtype)}, beside '
-                    f'parameters in {dtype_name(group[1])}: move it into a module of its own (weight_norm and spectral_norm of '
-                    f'torch.nn.utils.parametrizations do), or name the module in keep_fp32 or sharding=dict(blocks=[...]).'
+                    f'{key} of {name or "the model"} ({class_name(module)}) {problem}: move it into a module of its own '
+                    f'(weight_norm and spectral_norm of torch.nn.utils.parametrizations do), or name a module around both in '
+                    f'keep_fp32 or sharding=dict(blocks=[...]).'
                 )
 
 
-def _call_fully_shard(group: Group, policy: Policy, sharding: Sharding) -> None:
+def _call_fully_shard(modules: list[nn.Module], is_half: bool, policy: Policy, sharding: Sharding) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    modules, dtype = group
-    is_half = policy.casts_model and dtype is policy.cast_model_type
-    gathered = dtype if is_half else None
+    gathered = policy.cast_model_type if is_half else None
     # what stays FP32 is averaged in FP32; torch changed in 2.15 what it takes without a type
     averaged = sharding.reduce_dtype or gathered if is_half or not policy.casts_model else None
-    pins, after = sharding.mesh.device_type == 'cuda', sharding.reshard_after_forward
-    # None means the same as leaving it out, and torch 2.6 refuses it
-    options: dict[str, Any] = {} if after is None else {'reshard_after_forward': after}
-    fully_shard(
-        modules,
-        mesh=sharding.mesh,
-        # inputs are cast by the modules of the level
-        mp_policy=MixedPrecisionPolicy(gathered, averaged, cast_forward_inputs=False),
-        offload_policy=CPUOffloadPolicy(pin_memory=pins) if sharding.offload else OffloadPolicy(),
-        **options,
-    )
+    # inputs are cast by the modules of the level
+    options: dict[str, Any] = {'mp_policy': MixedPrecisionPolicy(gathered, averaged, cast_forward_inputs=False)}
+    if sharding.reshard_after_forward is not None:
+        # torch 2.6 refuses None
+        options['reshard_after_forward'] = sharding.reshard_after_forward
+    offload = CPUOffloadPolicy(pin_memory=sharding.mesh.device_type == 'cuda') if sharding.offload else OffloadPolicy()
+    fully_shard(modules, mesh=sharding.mesh, offload_policy=offload, **options)
