@@ -67,7 +67,7 @@ def wrap(cls: Any, active: Callable[[], Fp32Op | None]) -> None:
 def _mark_again(ctx: Any, copies: Copies, result: Any, given: Any) -> None:
     """Call ``mark_dirty`` and ``mark_non_differentiable`` again, for the tensors in the place of copies and of FP32 results."""
     if ctx.dirty_tensors:
-        ctx.mark_dirty(*copies.originals(tuple(ctx.dirty_tensors)))
+        ctx.mark_dirty(*map(copies.original, ctx.dirty_tensors))
     marked = {id(tensor) for tensor in ctx.non_differentiable or ()}
     if marked and given is not result:
         pairs = zip(result, given) if isinstance(result, tuple) else [(result, given)]

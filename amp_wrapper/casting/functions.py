@@ -145,7 +145,7 @@ def call_in_fp32(op: Fp32Op, function: Callable[..., Any], args: Any, kwargs: di
             f'{_name(function)} has written into a 16-bit argument, and runs in FP32 with a copy of it: the copy was written. '
             f'Call it with a new tensor, or leave it out of fp32_ops.'
         )
-    return kernels.narrowed(op, tensors, copies.originals(result), bool(on))
+    return kernels.narrowed(op, tensors, result, bool(on))
 
 
 def _wide_type(value: Any) -> Any:

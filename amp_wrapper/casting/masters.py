@@ -13,7 +13,7 @@ from .. import ops
 from ..errors import AmpUsageError, some
 from ..ops import attributes
 from ..ops.split import split
-from ..policy.nested import HALF_TYPES, is_frozen_16bit, parameters_of
+from ..policy.nested import HALF_TYPES, parameters_of
 from ..shards import Layout
 from ..torch_internals import in_function_transform, is_zero, replace_in_zero
 from . import fp32_values
@@ -161,7 +161,9 @@ class Masters:
         for weight in weights:
             if id(weight) in self._weight_of:
                 continue
-            if not fp32_values.has_fp32_value(weight) and is_frozen_16bit(weight):
+            is_frozen = weight.dtype in HALF_TYPES and not weight.requires_grad
+            if is_frozen and not fp32_values.has_fp32_value(weight):
+                # nothing is added to it, so it needs no FP32 value beside it
                 frozen.append(weight)
                 continue
             if id(weight) in known:

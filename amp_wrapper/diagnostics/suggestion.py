@@ -173,7 +173,7 @@ def describe(study: Study) -> LevelSuggestion:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    if isinstance(value, type):
+    if callable(value):
         return value.__name__
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

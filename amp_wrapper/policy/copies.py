@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import graph_internals
 from ..compiler_internals import constant_when_traced
-from .nested import CASTABLE, HALF_TYPES, Rebuilt, has_to_cast, held_by, key_in, map_in_graph, map_tensors
+from .nested import CASTABLE, HALF_TYPES, Memo, attributes_of, items_of, map_tensors
 
 # the attribute of a 16-bit copy with what it was made of, and its version then
 _ORIGINAL = '_amp_wrapper_original'
@@ -35,34 +35,26 @@ class Copies:
         within: Sequence[Copies] = (),
     ) -> None:
         self.target, self._sources, self._within = target, sources, within
-        # by the id of a tensor, in graphs by number: itself, its copy, and by what to see whether that was written to
-        self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
-        self._rebuilt: Rebuilt = {}
+        # tensors with their versions, containers with what they held
+        self._tensors, self._containers = Memo(), Memo()
 
     def cast(self, value: Any) -> Any:
         """``value``, any nesting, with copies of the tensors that have to be cast; itself where there are none."""
-        if torch.compiler.is_dynamo_compiling():
-            needed = has_to_cast(value, self.target, self._sources, None)
-            return map_in_graph(self._cast, value, None, self._rebuilt) if needed else value
-        return map_tensors(self._cast, value, rebuilt=self._rebuilt)
+        return map_tensors(self._cast, value, rebuilt=self._containers)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         # the comparison is cheaper than the set lookup, and most tensors have the type already
         if tensor.dtype is self.target or tensor.dtype not in self._sources:
             return tensor
-        known = self._known(tensor)
-        if known is None:
+        made: Tensor | None = self._tensors.find(tensor)
+        if made is None:
             exact = self._exact(tensor)
-            if exact.dtype is self.target:
-                known = (tensor, exact, None if torch.compiler.is_dynamo_compiling() else _version(exact))
-            else:
-                made = self._copy(exact)
-                known = (tensor, made, _version(made))
-            self._tensors[key_in(self._tensors, tensor)] = known
-        return known[1]
+            made = exact if exact.dtype is self.target else self._copy(exact)
+            self._tensors.add(tensor, made, _version(made, is_new=made is not exact))
+        return made
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        is_first = not self._tensors
+        is_first = not self._tensors.entries
         if torch.compiler.is_dynamo_compiling():
             return _rounded(tensor, self.target, is_first)
         if torch.is_inference_mode_enabled():
@@ -76,47 +68,39 @@ class Copies:
             keep_original(made, tensor)
         return made
 
-    def _known(self, tensor: Tensor) -> tuple[Tensor, Tensor, int | None] | None:
-        if not torch.compiler.is_dynamo_compiling():
-            return self._tensors.get(id(tensor))
-        for known in self._tensors.values():
-            if known[0] is tensor:
-                return known
-        return None
-
     def exact(self, value: Any) -> Any:
         """``value``, any nesting, with the originals of 16-bit copies that :meth:`cast` made for calls around this one."""
         return map_tensors(self._exact, value)
 
     def _exact(self, tensor: Tensor) -> Tensor:
         """The numbers that this one was rounded from, unless it was written to since. Gradients go through it."""
-        original = self._original_tensor(tensor)
+        original = self._known_original(tensor)
         if original is None:
             return tensor
         return _unrounded(tensor, original) if tensor.requires_grad else original
 
-    def _original_tensor(self, tensor: Tensor) -> Tensor | None:
+    def _known_original(self, tensor: Tensor) -> Tensor | None:
+        original: Tensor | None = None
         if not torch.compiler.is_dynamo_compiling():
             return original_of(tensor)
-        for copies in reversed(self._within):
-            for original, made, before in copies._tensors.values():
+        for copies in self._within:
+            for given, made, before in copies._tensors.entries:
                 if made is tensor and not _was_written(made, before):
-                    return original
-        return None
+                    original = given
+        return original
 
     def clamped(self) -> bool:
         """Whether a tensor had finite numbers beyond the range of the type that are its largest in the copy. Syncs."""
         limit = torch.finfo(self.target).max
-        pairs = [(tensor, made) for tensor, made, _ in self._tensors.values() if tensor.layout is torch.strided]
         return any(
             bool((tensor.isfinite() & (tensor.abs() > limit) & made.isfinite()).any())
-            for tensor, made in pairs
-            if not tensor.is_meta and not tensor.is_nested and tensor.dtype is not self.target
+            for tensor, made, _ in self._tensors.entries
+            if _is_dense(tensor) and not tensor.is_meta and tensor.dtype is not self.target
         )
 
     def written(self) -> list[tuple[Tensor, Tensor]]:
         """What was written to since it was cast: (tensor, its copy)."""
-        return [(tensor, made) for tensor, made, before in self._tensors.values() if _was_written(made, before)]
+        return [(tensor, made) for tensor, made, before in self._tensors.entries if _was_written(made, before)]
 
     def write_back(self, result: Any = None) -> Any:
         """Let what was written to copies reach the originals.
@@ -139,56 +123,39 @@ class Copies:
                 tensor.copy_(value)
             if getattr(tensor, _ORIGINAL, (None,))[0] is made:
                 keep_original(tensor, made)
-        for original, made, (had, attributes) in self._rebuilt.values():
-            now, attributes_now = held_by(made)
+        for original, made, (had, attributes) in self._containers.entries:
+            now = items_of(made)
             if isinstance(now, list):
                 if len(now) != len(had) or any(new is not old for new, old in zip(now, had)):
-                    original[:] = [self._original(item) for item in now]
+                    original[:] = [self.original(item) for item in now]
             else:
-                self._update(original, had, now, _set_item, _delete_item)
-            if not getattr(getattr(original, '__dataclass_params__', None), 'frozen', False):
-                # what a frozen one has of its own, it caches for itself
-                self._update(original, attributes, attributes_now, setattr, delattr)
-        return self.originals(result, written) if written else result
+                for key in had:
+                    if key not in now:
+                        del original[key]
+                for key, item in now.items():
+                    if key not in had or item is not had[key]:
+                        original[key] = self.original(item)
+            if getattr(getattr(original, '__dataclass_params__', None), 'frozen', False):
+                # what it has of its own, it caches for itself
+                continue
+            for name, item in attributes_of(made).items():
+                if name not in attributes or item is not attributes[name]:
+                    setattr(original, name, self.original(item))
 
-    def _update(
-        self, original: Any, had: Any, now: dict[Any, Any], put: Callable[..., None], remove: Callable[..., None]
-    ) -> None:
-        """Let what a copy holds now, and did not before, reach its original."""
-        for key in had:
-            if key not in now:
-                remove(original, key)
-        for key, item in now.items():
-            if key not in had or item is not had[key]:
-                put(original, key, self._original(item))
+        def given(tensor: Tensor) -> Tensor:
+            for original, made in written:
+                if made is tensor:
+                    return original
+            return tensor
 
-    def _original(self, value: Any) -> Any:
+        return map_tensors(given, result)
+
+    def original(self, value: Any) -> Any:
         """What stands behind a copy; anything else is its own."""
-        for original, made, _ in (*self._rebuilt.values(), *self._tensors.values()):
+        for original, made, _ in (*self._containers.entries, *self._tensors.entries):
             if made is value:
                 return original
         return value
-
-    def originals(self, result: Any, among: Sequence[tuple[Tensor, Tensor]] | None = None) -> Any:
-        """``result`` with the caller's tensors in place of their copies."""
-        pairs = [(tensor, made) for tensor, made, _ in self._tensors.values()] if among is None else among
-
-        def original(tensor: Tensor) -> Tensor:
-            for given, made in pairs:
-                if made is tensor:
-                    return given
-            return tensor
-
-        return map_tensors(original, result)
-
-
-# those of ``operator`` have no place in a graph
-def _set_item(container: Any, key: Any, value: Any) -> None:
-    container[key] = value
-
-
-def _delete_item(container: Any, key: Any) -> None:
-    del container[key]
 
 
 def keep_original(made: Tensor, original: Tensor) -> None:
@@ -202,6 +169,10 @@ def original_of(value: Any) -> Tensor | None:
     return original if version is not None and value._version == version else None
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _rounded(tensor: Tensor, dtype: torch.dtype, is_first: bool = False) -> Tensor:
     """In another type; finite numbers of a mask or the like beyond its range become its largest, of a first tensor those below.
 
@@ -211,8 +182,7 @@ def _rounded(tensor: Tensor, dtype: torch.dtype, is_first: bool = False) -> Tens
         is_first: Whether it is the first tensor of the call.
     """
     limit = torch.finfo(dtype).max
-    is_dense = tensor.layout is torch.strided and not tensor.is_nested
-    if tensor.requires_grad or not is_dense or limit >= torch.finfo(tensor.dtype).max:
+    if tensor.requires_grad or not _is_dense(tensor) or limit >= torch.finfo(tensor.dtype).max:
         return tensor.to(dtype)
     if is_first:
         # masks are negative. Of data, which come first, what is too large overflows, so that the step is skipped
@@ -235,11 +205,12 @@ _mark_last_tensor = constant_when_traced(graph_internals.mark_last_tensor)
 _is_marked_written = constant_when_traced(graph_internals.was_written)
 
 
-def _version(tensor: Tensor) -> int | None:
+def _version(made: Tensor, is_new: bool) -> int | None:
+    """What tells, with :func:`_was_written`, whether a tensor is written to from now on; None where nothing does."""
     if torch.compiler.is_dynamo_compiling():
-        return _mark_last_tensor()
+        return _mark_last_tensor() if is_new else None
     # inference tensors keep no count
-    return None if tensor.is_inference() else tensor._version
+    return None if made.is_inference() else made._version
 
 
 def _was_written(made: Tensor, before: int | None) -> bool:

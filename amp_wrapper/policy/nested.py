@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -21,36 +20,54 @@ HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 # what holds no tensors, and comes often
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
-_GROUPS = operator.attrgetter('param_groups')
-_PARAMS = operator.itemgetter('params')
-
-
-def is_frozen_16bit(parameter: Tensor) -> bool:
-    """Whether a parameter is 16-bit and not trained: nothing is added to it, so it needs no FP32 value beside it."""
-    return parameter.dtype in HALF_TYPES and not parameter.requires_grad
+# containers that hold nothing but their items
+_ITEMS_ALONE = (list, dict, OrderedDict)
 
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """What optimizers step, in the order of their groups."""
-    return parameters_in(chain.from_iterable(map(_GROUPS, optimizers)))
+    return parameters_in(chain.from_iterable(optimizer.param_groups for optimizer in optimizers))
 
 
 def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The parameters of all groups, in their order. Several times in a step, so without a loop in Python."""
-    return list(chain.from_iterable(map(_PARAMS, groups)))
+    """The parameters of all groups, in their order."""
+    return list(chain.from_iterable(group['params'] for group in groups))
 
 
 #: Maps tensors inside an object of a kind that only an integration knows: (function, object) to object.
 EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
 
 
-#: Lists, dicts and dataclasses that were rebuilt, by the id of the original, in graphs by number: the original, what was made
-#: of it, and what that held then.
-Rebuilt = dict[int, tuple[Any, Any, Any]]
+class Memo:
+    """What was made of objects, found by their identity.
+
+    Attributes:
+        entries: Of each object: itself, what was made of it, and what to compare that with to see whether it was written to.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, Any, Any]] = []
+        self._by_id: dict[int, Any] = {}
+
+    def find(self, value: Any) -> Any:
+        """What was made of an object; None where nothing was."""
+        if not torch.compiler.is_dynamo_compiling():
+            return self._by_id.get(id(value))
+        # a graph would be made anew for each object whose id it asks for
+        for original, made, _ in self.entries:
+            if original is value:
+                return made
+        return None
+
+    def add(self, value: Any, made: Any, before: Any) -> None:
+        """Note what was made of an object."""
+        self.entries.append((value, made, before))
+        if not torch.compiler.is_dynamo_compiling():
+            self._by_id[id(value)] = made
 
 
 def map_tensors(
-    function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None = None, rebuilt: Rebuilt | None = None
+    function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None = None, rebuilt: Memo | None = None
 ) -> Any:
     """Apply ``function`` to every tensor inside ``value``.
 
@@ -67,99 +84,77 @@ def map_tensors(
     Returns:
         ``value`` itself where nothing changed, else a new container of the same type.
     """
+    new = _mapped(function, value, enter, rebuilt)
+    return value if new is None else new
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None, rebuilt: Memo | None) -> Any:
+    """What becomes of ``value``; None where it stays. torch.compile does not compare containers by identity."""
     if isinstance(value, Tensor):
-        return function(value)
+        tensor = function(value)
+        return None if tensor is value else tensor
     if value is None or isinstance(value, _PLAIN):
-        return value
-    if rebuilt and id(value) in rebuilt:
-        return rebuilt[id(value)][1]
+        return None
+    parts: Iterable[tuple[Any, Any]]
     if isinstance(value, dict):
-        changed = _changed(function, value, enter, rebuilt)
-        if not changed:
-            return value
-        result = dict(value) if type(value) is dict else copy.copy(value)
-        for key, item in changed.items():
-            result[key] = item
-        return _noted(value, result, rebuilt)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(function, item, enter, rebuilt) for item in value]
-        if all(new is old for new, old in zip(items, value)):
-            return value
-        if isinstance(value, list):
-            sequence = items if type(value) is list else copy.copy(value)
-            sequence[:] = items
-            return _noted(value, sequence, rebuilt)
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = _fields(value).items()
+    else:
+        new = value if enter is None else enter(function, value)
+        return None if new is value else new
+    known = None if rebuilt is None else rebuilt.find(value)
+    if known is not None:
+        return known
+    changed: dict[Any, Any] = {}
+    for key, item in parts:
+        new = _mapped(function, item, enter, rebuilt)
+        if new is not None:
+            changed[key] = new
+    if not changed:
+        return None
+    if isinstance(value, tuple):
         make = getattr(type(value), '_make', type(value))
-        return make(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value))
-        fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        changed = _changed(function, fields, enter, rebuilt)
-        if not changed:
-            return value
-        duplicate: Any = copy.copy(value)
-        for name, item in changed.items():
-            # object.__setattr__ also reaches the fields of a frozen dataclass; the copy is ours alone
-            object.__setattr__(duplicate, name, item)
-        return _noted(value, duplicate, rebuilt)
-    return value if enter is None else enter(function, value)
+        return make([changed.get(place, item) for place, item in enumerate(value)])
+    made = value.copy() if type(value) in _ITEMS_ALONE else copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(made, (dict, list)):
+            made[key] = item
+        else:
+            # also of a frozen dataclass; the copy is ours alone
+            object.__setattr__(made, key, item)
+    if rebuilt is not None:
+        rebuilt.add(value, made, (items_of(made), attributes_of(made)))
+    return made
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def items_of(container: Any) -> dict[Any, Any] | list[Any]:
+    """What a list or dict holds now, in one of its own; nothing of anything else."""
+    return list(container) if isinstance(container, list) else dict(container) if isinstance(container, dict) else {}
+
+
+def attributes_of(container: Any) -> dict[str, Any]:
+    """The fields of a dataclass and the attributes of any other container, as they are now."""
+    return {} if type(container) in _ITEMS_ALONE else {**_fields(container), **getattr(container, '__dict__', {})}
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors inside ``value``, in any nesting that :func:`map_tensors` enters, in order."""
     found: list[Tensor] = []
-    _collect(value, found)
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
     return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found)
-
-
-def _noted(value: Any, result: Any, rebuilt: Rebuilt | None) -> Any:
-    if rebuilt is not None:
-        rebuilt[key_in(rebuilt, value)] = (value, result, held_by(result))
-    return result
-
-
-def key_in(known: Mapping[int, Any], value: Any) -> int:
-    """What an object that is not known yet stands under."""
-    # a graph would be made anew for each object whose id it asks for
-    return len(known) if torch.compiler.is_dynamo_compiling() else id(value)
-
-
-def held_by(container: Any) -> tuple[dict[Any, Any] | list[Any], dict[str, Any]]:
-    """What a list, dict or dataclass holds now, in a container of its own, and its attributes."""
-    items: dict[Any, Any] | list[Any] = {}
-    if isinstance(container, (dict, list)):
-        items = dict(container) if isinstance(container, dict) else list(container)
-        if type(container) in (dict, list):
-            return items, {}
-    fields = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
-    names = [*(field.name for field in fields), *getattr(container, '__dict__', ())]
-    return items, {name: getattr(container, name) for name in names if hasattr(container, name)}
-
-
-def _changed(
-    function: Callable[[Tensor], Tensor],
-    items: Mapping[Any, Any],
-    enter: EnterObject | None,
-    rebuilt: Rebuilt | None = None,
-) -> dict[Any, Any]:
-    # torch.compile cannot trace a comprehension that binds a name
-    changed = {}
-    for key, item in items.items():
-        new = map_tensors(function, item, enter, rebuilt)
-        if new is not item:
-            changed[key] = new
-    return changed
 
 
 def cast_tensors(
@@ -181,44 +176,4 @@ def cast_tensors(
         # the comparison is cheaper than the set lookup, and most tensors have the type already
         return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
 
-    if torch.compiler.is_dynamo_compiling():
-        return map_in_graph(cast, value, enter) if has_to_cast(value, dtype, sources, enter) else value
     return map_tensors(cast, value, enter)
-
-
-def has_to_cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype], enter: EnterObject | None) -> bool:
-    """Whether :func:`cast_tensors` would make a new object. torch.compile does not compare containers by identity."""
-    if isinstance(value, Tensor):
-        return value.dtype is not dtype and value.dtype in sources
-    if value is None or isinstance(value, _PLAIN):
-        return False
-    if isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        items = list(value)
-    else:
-        # whatever has fields is known to the function that builds it anew
-        return enter is not None or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-    return any(has_to_cast(item, dtype, sources, enter) for item in items)
-
-
-def map_in_graph(
-    function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None, rebuilt: Rebuilt | None = None
-) -> Any:
-    """:func:`map_tensors`, where a graph is traced: containers are made anew without a look at what has changed in them."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if type(value) in (dict, OrderedDict):
-        pairs = {key: map_in_graph(function, item, enter, rebuilt) for key, item in value.items()}
-        return _noted(value, pairs if type(value) is dict else OrderedDict(pairs), rebuilt)
-    if isinstance(value, dict) and dataclasses.is_dataclass(value):
-        # the outputs of transformers are dicts and dataclasses
-        fields = {key: map_in_graph(function, item, enter, rebuilt) for key, item in value.items()}
-        return _noted(value, type(value)(**fields), rebuilt)
-    if type(value) is list:
-        return _noted(value, [map_in_graph(function, item, enter, rebuilt) for item in value], rebuilt)
-    if type(value) is tuple:
-        return tuple([map_in_graph(function, item, enter, rebuilt) for item in value])
-    if isinstance(value, tuple) and hasattr(type(value), '_make'):
-        return type(value)(*[map_in_graph(function, item, enter, rebuilt) for item in value])
-    return map_tensors(function, value, enter, rebuilt)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, SupportsIndex, TypeGuard, get_type_hints
 
 import numpy as np
@@ -15,7 +16,14 @@ from typing_extensions import TypedDict
 from ..errors import nearest
 from .levels import DEFAULT_MAX_LOSS_SCALE, parse_dtype, spellings
 
-# -- what a value may be -----------------------------------------------------------------------------------------------------
+# -- what a value may be, and what it becomes ----------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """Make Python's own of whole numbers and booleans of NumPy; all else stays as it is."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    return int(value) if isinstance(value, numbers.Integral) else value
 
 
 def is_number(value: Any) -> bool:
@@ -40,22 +48,7 @@ def _is_scale(value: Any) -> bool:
 
 
 def _is_mapping(value: Any) -> bool:
-    """Whether ``value`` is a dict, or one of mmengine's config."""
     return isinstance(value, Mapping)
-
-
-# -- what it becomes ---------------------------------------------------------------------------------------------------------
-
-
-def plain(value: Any) -> Any:
-    """Make Python's own of whole numbers and booleans of NumPy; all else stays as it is."""
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    return int(value) if isinstance(value, numbers.Integral) else value
-
-
-def _to_flag(value: Any) -> Any:
-    return {'True': True, 'False': False}.get(value, value) if isinstance(value, str) else plain(value)
 
 
 def to_dtype(value: Any) -> Any:
@@ -63,19 +56,22 @@ def to_dtype(value: Any) -> Any:
     return parse_dtype(value) or plain(value)
 
 
-def _to_tuple(value: Any) -> Any:
-    return value if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+def _to_flag(value: Any) -> Any:
+    return {'True': True, 'False': False}.get(value, value) if isinstance(value, str) else plain(value)
 
 
 def _to_float(value: Any) -> Any:
-    return float(value) if _is_scale(value) else value
+    return float(value) if is_number(value) else value
 
 
 def _to_scale(value: Any) -> Any:
-    try:
+    with suppress(ValueError):
         return _to_float(float(value) if isinstance(value, str) else value)
-    except ValueError:
-        return value.strip()
+    return value
+
+
+def _to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else None if value is None else (value,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +102,13 @@ class Option:
         return self.default
 
 
-def _list_of(kinds: tuple[Any, ...], expected: str, test: Callable[[Any], bool] = bool) -> Option:
+def _several(kinds: tuple[Any, ...], expected: str) -> Option:
     """An option that is one or several of some kinds."""
 
-    def allowed(values: Any) -> bool:
-        return values is None or all(isinstance(value, kinds) and test(value) for value in values)
+    def are_meant(values: tuple[Any, ...]) -> bool:
+        return all(isinstance(value, kinds) and value for value in values)
 
-    return Option(None, (allowed,), expected, _to_tuple)
+    return Option(None, (None, are_meant), expected, _to_tuple)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------
@@ -127,6 +123,10 @@ _FLOOR = Option(None, (_is_scale, None), f'{_SCALE}, or None', _to_float)
 _CEILING = dataclasses.replace(_FLOOR, default=DEFAULT_MAX_LOSS_SCALE)
 _SHORT_COUNT = Option(1, (lambda value: is_whole(value, 1, 2**31),), _COUNT)
 _DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=to_dtype)
+_CAST = Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=to_dtype)
+_LOSS_SCALE = Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _to_scale)
+_MODULES = _several((str, type), "module classes, their names or patterns of names, such as ['bbox_head.*', 'GRU']")
+_FUNCTIONS = _several((str, Callable, Mapping), 'functions, classes, their dotted names, or dicts of name and output')
 
 
 class SharedOptions(TypedDict, total=False):
@@ -158,28 +158,14 @@ class SharedOptions(TypedDict, total=False):
     """
 
     enabled: Annotated[bool, _ON]
-    cast_model_type: Annotated[
-        str | torch.dtype | bool | None,
-        Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=to_dtype),
-    ]
+    cast_model_type: Annotated[str | torch.dtype | bool | None, _CAST]
     patch_torch_functions: Annotated[bool | None, _MAY_BE_ON]
     keep_batchnorm_fp32: Annotated[bool | str | None, Option(None, (True, False, None), convert=_to_flag)]
-    loss_scale: Annotated[
-        float | str | Mapping[str, Any] | None,
-        Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _to_scale),
-    ]
+    loss_scale: Annotated[float | str | Mapping[str, Any] | None, _LOSS_SCALE]
     cast_model_outputs: Annotated[str | torch.dtype | None, _DTYPE]
-    keep_fp32: Annotated[
-        str | type | Sequence[str | type] | None,
-        _list_of((str, type), "module classes, their names or patterns of names, such as ['bbox_head.*', 'GRU']"),
-    ]
-    fp32_ops: Annotated[
-        Fp32Names | None,
-        _list_of((str, Callable, Mapping), 'functions, classes, their dotted names, or dicts of name and output'),
-    ]
-    keep_inputs: Annotated[
-        str | Sequence[str] | None, _list_of((str,), 'names of arguments of forward, as identifiers', str.isidentifier)
-    ]
+    keep_fp32: Annotated[str | type | Sequence[str | type] | None, _MODULES]
+    fp32_ops: Annotated[Fp32Names | None, _FUNCTIONS]
+    keep_inputs: Annotated[str | Sequence[str] | None, _several((str,), 'names of arguments of forward')]
     num_losses: Annotated[int, Option(1, (is_count,), _COUNT)]
     verbosity: Annotated[int, Option(1, (0, 1, 2), '0 (silent), 1 (overflows) or 2 (every cast too)')]
     min_loss_scale: Annotated[float | None, _FLOOR]

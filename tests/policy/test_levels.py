@@ -175,7 +175,7 @@ MEANINGLESS: dict[str, list[Any]] = {
     'skip_nonfinite': ['yes', 1],
     **{key: [None, 1] for key in ('accumulate_in_fp32', 'from_16bit', 'restore_buffers_on_skip')},
     'keep_fp32': [3, [''], [None], {'head': True}, nn.Linear(1, 1)],
-    'keep_inputs': [3, ['a b'], [''], [nn.Linear]],
+    'keep_inputs': [3, [''], [nn.Linear]],
     'dtype': ['int8', 16, torch.complex64, 'torch.', ''],
     'fp32_ops': [3, [3], ['']],
 }
