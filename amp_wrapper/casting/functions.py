@@ -99,13 +99,8 @@ def _join(left: Fp32Op, right: Fp32Op) -> Fp32Op:
     """What holds where two entries name one function."""
     outputs = (left.output, right.output)
     output = next((rule for rule in (FLOAT32, MODEL) if rule in outputs), CALLER)
-    return dataclasses.replace(
-        left,
-        output=output,
-        cpu=left.cpu | right.cpu,
-        cuda=left.cuda | right.cuda,
-        warning=left.warning or right.warning,
-    )
+    warning = left.warning or right.warning
+    return dataclasses.replace(left, output=output, types=left.types | right.types, warning=warning)
 
 
 def call_in_fp32(op: Fp32Op, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], skip: int = 0) -> Any:

@@ -17,7 +17,7 @@ from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.levels import Policy
 from ..policy.lookup import find, is_module_class
-from .modules import class_name, is_batchnorm, is_loss, module_device
+from .modules import class_name, is_batchnorm, is_loss
 
 #: (qualified name, module) pairs.
 Roots = Sequence[tuple[str, nn.Module]]
@@ -68,7 +68,7 @@ def kept_modules(
     Raises:
         AmpConfigError: ``keep_fp32`` or ``fp32_ops`` names what the model does not have.
     """
-    kept = match(roots, _rules(roots, policy, average), without_prefix)
+    kept = match(roots, _rules(policy, average), without_prefix)
     if not policy.runs_16_bit:
         return {}
     for module in _modules(roots):
@@ -116,16 +116,15 @@ def match(roots: Roots, rules: Sequence[tuple[Kept, str | type]], without_prefix
     return kept
 
 
-def _rules(roots: Roots, policy: Policy, average: tuple[type, ...]) -> list[tuple[Kept, str | type]]:
+def _rules(policy: Policy, average: tuple[type, ...]) -> list[tuple[Kept, str | type]]:
     """The reasons that are found by a name or class, and the name or class; the first that matches a module counts."""
     rules: list[tuple[Kept, str | type]] = []
     for item in policy.keep_fp32:
         label = item if isinstance(item, str) else item.__name__
         rules.append((Kept('keep_fp32', label, f'named by keep_fp32={label!r}'), item))
     dtype = policy.cast_model_type if policy.casts_model else policy.autocast_dtype
-    device = module_device(roots[0][1]).type if roots else 'cpu'
     ops = [('fp32_ops', op) for op in policy.fp32_ops]
-    ops += [('registry', op) for op in FP32_OPS.values() if dtype in op.avoids(device)]
+    ops += [('registry', op) for op in FP32_OPS.values() if dtype in op.types]
     for rule, op in ops:
         cls = find(op.name)
         if is_module_class(cls):

@@ -19,7 +19,7 @@ from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy import said_once
 from ..policy.autocast_lists import FLOAT32 as IN_FLOAT32
 from ..policy.autocast_lists import FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
-from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, WIDEST, Fp32Op
+from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from . import listening, region
 
@@ -140,7 +140,7 @@ def _library(key: str) -> Library:
 def install_registry() -> None:
     """Put the kernels of regions in place; once in a process."""
     region.reach()
-    for name in RANGE_OPS:
+    for name in RANGE_OPS.split():
         for overload in overloads_of(name):
             # what torch makes relu of takes a number that fits
             if overload not in (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default):
@@ -166,7 +166,7 @@ def add(op: Fp32Op) -> bool:
 
 def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
     """Whether any of the tensors has a type that ``op`` avoids."""
-    return any(tensor.dtype in HALF_TYPES and tensor.dtype in op.avoids(tensor.device.type) for tensor in tensors)
+    return any(tensor.dtype in op.types for tensor in tensors)
 
 
 def warn(op: Fp32Op, tensors: list[Tensor]) -> None:
@@ -178,7 +178,7 @@ def warn(op: Fp32Op, tensors: list[Tensor]) -> None:
 def autocast_devices(op: Fp32Op, tensors: Iterable[Tensor]) -> list[str]:
     """The devices of the tensors for which autocast is on, with a type that ``op`` avoids."""
     devices = dict.fromkeys(tensor.device.type for tensor in tensors)
-    return [d for d in devices if region.autocast_is_on(d) and torch.get_autocast_dtype(d) in op.avoids(d)]
+    return [d for d in devices if region.autocast_is_on(d) and torch.get_autocast_dtype(d) in op.types]
 
 
 def narrowed(op: Fp32Op, tensors: Iterable[Tensor], result: Any, under_autocast: bool) -> Any:
@@ -191,8 +191,7 @@ def narrowed(op: Fp32Op, tensors: Iterable[Tensor], result: Any, under_autocast:
         under_autocast: Whether autocast was on around it.
     """
     types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
-    output = op.with_casts if op.with_casts and region.casts_ops() else op.output
-    stays = output == FLOAT32 or (output == WIDEST and torch.float32 in types) or (output == MODEL and under_autocast)
+    stays = op.output == FLOAT32 or (op.output == MODEL and under_autocast)
     return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _ONLY_FLOAT32)
 
 

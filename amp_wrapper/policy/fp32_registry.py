@@ -17,16 +17,11 @@ from . import lookup
 from .nested import HALF_TYPES
 
 _BF16 = frozenset({torch.bfloat16})
-_NEITHER: frozenset[torch.dtype] = frozenset()
 
 #: Output rules of :class:`Fp32Op`.
 CALLER, FLOAT32 = 'caller', 'float32'
 #: As 'caller', but FP32 where autocast is on, as the results of its own FP32 ops are.
 MODEL = 'model'
-#: FP32 where any input is.
-WIDEST = 'widest'
-#: Not in FP32 at all: see :data:`RANGE_OPS`.
-CLAMPED = 'clamped'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,27 +31,17 @@ class Fp32Op:
     Attributes:
         name: Dotted name of a function, a method, a :class:`torch.autograd.Function` or an ``nn.Module`` class.
         output: 'caller' returns FP32 results in the type of the first floating tensor of the call; 'model' does so where
-            autocast is off; 'float32' leaves them, for losses, whose sums a 16-bit number could not hold; 'clamped' is the
-            rule of :data:`RANGE_OPS`.
-        with_casts: The output rule where O1 and O4 of the functional API cast op by op, as autocast does on a GPU; '' for
-            ``output``. 'widest' leaves FP32 results where any input is FP32.
-        cpu: The 16-bit types that it must not compute in on a CPU.
-        cuda: The same for every other device.
+            autocast is off; 'float32' leaves them, for losses, whose sums a 16-bit number could not hold.
+        types: The 16-bit types that it must not compute in.
         reason: Why it is here.
         warning: The warning that is given once for each model, where the first tensor of a call is 16-bit.
     """
 
     name: str
     output: str = CALLER
-    cpu: frozenset[torch.dtype] = HALF_TYPES
-    cuda: frozenset[torch.dtype] = HALF_TYPES
+    types: frozenset[torch.dtype] = HALF_TYPES
     reason: str = 'named in the configuration'
     warning: str = ''
-    with_casts: str = ''
-
-    def avoids(self, device_type: str) -> frozenset[torch.dtype]:
-        """The 16-bit types that it must not compute in there."""
-        return self.cpu if device_type == 'cpu' else self.cuda
 
 
 def _functions_of(module: ModuleType, but: str) -> str:
@@ -89,10 +74,6 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
         'NumPy has no bfloat16, and computes in float16 where it is given float16': 'numpy',
     },
     Fp32Op(_TORCH, FLOAT32, warning=BCE_WARNING): {_LOSS: 'binary_cross_entropy'},
-    Fp32Op(_TORCH, with_casts=WIDEST): {
-        'wants one type for values and coordinates, and 16-bit coordinates are off by pixels': 'grid_sample grid_sampler',
-    },
-    Fp32Op(_TORCH, with_casts=FLOAT32): {'squares overflow float16 from 256 on': 'local_response_norm'},
     Fp32Op(_TORCH): {'divides by norms, inverts or exponentiates a weight': 'nn.utils.parametrize.ParametrizationList'},
     Fp32Op(_TORCH, MODEL): {
         # all but products of matrices, which 16-bit numbers are for, a view, and sums whose kernels add in float32 already.
@@ -112,15 +93,9 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
         """,
         'its eps is 0 in float16, and squares overflow': 'normalize cosine_similarity',
         'divides by the norm of a weight': 'nn.utils.spectral_norm.SpectralNorm.compute_weight',
-    },
-    Fp32Op(_TORCH, MODEL, cuda=_NEITHER): {
+        'wants one type for values and coordinates, and 16-bit coordinates are off by pixels': 'grid_sample grid_sampler',
+        'squares overflow float16 from 256 on': 'local_response_norm',
         'no 16-bit kernel on a CPU': 'avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa',
-    },
-    Fp32Op(_TORCH, CLAMPED): {
-        'writes numbers into 16-bit tensors': """
-            pad clamp clamp_ clamp_max clamp_min fill fill_ full_like index_fill index_fill_ masked_fill masked_fill_
-            new_full scatter scatter_ where
-        """,
     },
     # Read from the sources of mmcv 2.1.0 (CUDA) and tried with its compiled ops (CPU). No kernel there takes bfloat16.
     Fp32Op('mmcv.ops'): {
@@ -145,34 +120,26 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
             roi_align_rotated.RoIAlignRotatedFunction roiaware_pool3d.RoIAwarePool3dFunction
             roipoint_pool3d.RoIPointPool3dFunction rotated_feature_align.RotatedFeatureAlignFunction
         """,
+        'its filters are float32, which autocast does not respect': 'filtered_lrelu.filtered_lrelu',
+        'no 16-bit kernel on a GPU': 'psa_mask.PSAMaskFunction voxelize._Voxelization',
     },
     Fp32Op('mmcv.ops.focal_loss', FLOAT32): {
         'a loss whose float16 kernel takes the logarithm of 0 at saturated scores': """
             SigmoidFocalLossFunction SoftmaxFocalLossFunction
         """,
     },
-    Fp32Op('mmcv.ops', cpu=_BF16, cuda=_BF16): {
+    Fp32Op('mmcv.ops', types=_BF16): {
         'no bfloat16 kernel': """
             active_rotated_filter.ActiveRotatedFilterFunction assign_score_withk.AssignScoreWithK ball_query.BallQuery
             carafe.CARAFEFunction carafe.CARAFENaiveFunction correlation.CorrelationFunction gather_points.GatherPoints
             group_points.GroupingOperation masked_conv.MaskedConv2dFunction sparse_functional.SparseConvFunction
             sparse_functional.SparseInverseConvFunction sparse_functional.SparseMaxPoolFunction tin_shift.TINShiftFunction
             sparse_functional.SubMConvFunction sync_bn.SyncBatchNormFunction three_interpolate.ThreeInterpolate
-            three_nn.ThreeNN
-        """,
-    },
-    Fp32Op('mmcv.ops', cpu=_NEITHER, cuda=_BF16): {
-        'no bfloat16 kernel on a GPU; on a CPU it is plain torch': """
-            bias_act.bias_act fused_bias_leakyrelu.FusedBiasLeakyReLUFunction upfirdn2d.upfirdn2d
+            three_nn.ThreeNN bias_act.bias_act upfirdn2d.upfirdn2d fused_bias_leakyrelu.FusedBiasLeakyReLUFunction
             fused_bias_leakyrelu.FusedBiasLeakyReLUFunctionBackward
         """,
     },
-    Fp32Op('mmcv.ops', cuda=_BF16): {
-        'its filters are float32, which autocast does not respect': 'filtered_lrelu.filtered_lrelu',
-    },
-    Fp32Op('mmcv.ops', cpu=_NEITHER): {'no 16-bit kernel on a GPU': 'psa_mask.PSAMaskFunction'},
-    Fp32Op('mmcv.ops', cpu=_BF16): {'no 16-bit kernel on a GPU, no bfloat16 on a CPU': 'voxelize._Voxelization'},
-    Fp32Op('mmdet.models.roi_heads.roi_extractors', cpu=_BF16, cuda=_BF16): {
+    Fp32Op('mmdet.models.roi_heads.roi_extractors', types=_BF16): {
         'casts its boxes to the type of the feature maps, and bfloat16 boxes are off by pixels from 256 on': """
             SingleRoIExtractor GenericRoIExtractor
         """,
@@ -181,18 +148,22 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
 }
 
 
-_ENTRIES = {
-    name: dataclasses.replace(group, name=name, reason=reason)
-    for group, rows in _TABLE.items()
-    for reason, names in rows.items()
-    for name in (f'{place}.{name}' for name in names.split() for place in group.name.split())
-    if group.name != _TORCH or lookup.find(name) is not None
-}
 #: The registry as it is delivered, by name.
-FP32_OPS: Mapping[str, Fp32Op] = MappingProxyType({k: op for k, op in _ENTRIES.items() if op.output != CLAMPED})
-#: Functions that write numbers into 16-bit tensors, which refuse what they cannot hold, or make infinities of it: finite
-#: numbers beyond the range become the largest of the type.
-RANGE_OPS: Mapping[str, Fp32Op] = MappingProxyType({k: op for k, op in _ENTRIES.items() if op.output == CLAMPED})
+FP32_OPS: Mapping[str, Fp32Op] = MappingProxyType(
+    {
+        name: dataclasses.replace(group, name=name, reason=reason)
+        for group, rows in _TABLE.items()
+        for reason, names in rows.items()
+        for name in (f'{place}.{name}' for name in names.split() for place in group.name.split())
+        if group.name != _TORCH or lookup.find(name) is not None
+    }
+)
+#: Ops that write numbers into 16-bit tensors, which refuse what they cannot hold, or make infinities of it: finite numbers
+#: beyond the range become the largest of the type.
+RANGE_OPS = """
+    pad clamp clamp_ clamp_max clamp_min fill fill_ full_like index_fill index_fill_ masked_fill masked_fill_ new_full scatter
+    scatter_ where
+"""
 
 #: Methods of modules that run in FP32 by their name. OpenMMLab's heads turn network outputs into losses and predictions
 #: there: boxes, anchors, sums and scores, which mmdetection 2 kept in FP32 with ``force_fp32``.

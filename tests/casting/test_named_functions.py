@@ -217,13 +217,12 @@ MMCV = [
     ('carafe.CARAFEFunction', ('O4', 'O5'), False),
     ('roi_align.RoIAlignFunction', tuple(HALF), False),
     ('focal_loss.SigmoidFocalLossFunction', tuple(HALF), True),
-    ('upfirdn2d.upfirdn2d', (), False),
 ]
 
 
 @pytest.mark.parametrize(('name', 'levels', 'stays'), MMCV, ids=[row[0].split('.')[1] for row in MMCV])
 def test_ops_of_mmcv(name: str, levels: tuple[str, ...], stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions in the place of mmcv's: kernels for no 16-bit type, for float16 alone, or plain torch on a CPU."""
+    """Functions in the place of mmcv's: kernels for no 16-bit type, or for float16 alone."""
 
     def op(x: Tensor) -> Tensor:
         seen.append((x.dtype, torch.is_autocast_enabled('cpu')))

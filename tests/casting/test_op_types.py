@@ -177,6 +177,8 @@ IN_FLOAT32: dict[str, Call] = {
     'group_norm': lambda x, y: F.group_norm(x, 2),
     'layer_norm': lambda x, y: F.layer_norm(x, (4,)),
     'rms_norm': lambda x, y: F.rms_norm(x, (4,)),
+    'grid_sample': lambda x, y: F.grid_sample(x[None, None], y[None, :, :2, None].mT, align_corners=False),
+    'grid_sampler': lambda x, y: torch.grid_sampler(x[None, None], y[None, :, :2, None].mT, 0, 0, False),
     'LocalResponseNorm': lambda x, y: nn.LocalResponseNorm(2)(x[None]),
     'attention weights': lambda x, y: nn.MultiheadAttention(4, 2)(x, x, x)[1],
     **{
@@ -189,8 +191,6 @@ IN_THE_WIDEST: dict[str, Call] = {
     **{name: getattr(operator, name) for name in ('add', 'sub', 'mul', 'truediv')},
     'bilinear': lambda x, y: F.bilinear(x, y, torch.ones(2, 4, 4, dtype=y.dtype), y[0, :2]),
     'cross': lambda x, y: torch.cross(x[:, :3], y[:, :3], dim=1),
-    'grid_sample': lambda x, y: F.grid_sample(x[None, None], y[None, :, :2, None].mT, align_corners=False),
-    'grid_sampler': lambda x, y: torch.grid_sampler(x[None, None], y[None, :, :2, None].mT, 0, 0, False),
     'cat': lambda x, y: torch.cat([x, y]),
     'stack': lambda x, y: torch.stack([x, y]),
 }
