@@ -104,37 +104,34 @@ def rounded_before(
     return half
 
 
-def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
-    """Refuse finite weights that would become infinite. Syncs, once. Collective where some are sharded.
+def check_range(weights: Mapping[str, Tensor]) -> None:
+    """Refuse finite weights that would become infinite in float16. Syncs, once. Collective where some are sharded.
 
     Args:
         weights: Those about to be cast, by name.
-        buffers: Those about to be cast, by name.
-        dtype: The type they are cast to; only float16 has a range smaller than float32's.
-
-    Returns:
-        The names of buffers of which the same is true. They are taken all the same: masks hold such numbers on purpose.
 
     Raises:
         AmpAttachError: Names the weights.
     """
-    given = {} if dtype is not torch.float16 else {**weights, **buffers}
-    named = {name: t for name, t in given.items() if t.dtype is not dtype and t.numel() and not t.is_meta}
+    named = {n: t for n, t in weights.items() if t.dtype is not torch.float16 and t.numel() and not t.is_meta}
     if not named:
-        return []
+        return
     tensors = list(named.values())
     with torch.no_grad():
         largest = torch.stack([_largest(part).to(tensors[0].device) for part in shards.local(tensors)])
         # shards are different on each rank, and all of them have to know
         found = shards.Layout(tensors).exchange(largest, greatest=True).tolist()
     beyond = {name: value for name, value in zip(named, found) if value >= _FLOAT16_LIMIT}
-    refused = [name for name in beyond if name in weights]
-    if refused:
+    if beyond:
+        modules = list(dict.fromkeys(name.rpartition('.')[0] for name in beyond))
+        remedy = f'keep their modules in FP32 (keep_fp32={modules})'
+        if '' in modules:
+            # keep_fp32 names modules, and the model itself would be all of it
+            remedy = 'move those that the model itself holds into a module of their own, for keep_fp32'
         raise AmpAttachError(
-            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
-            f"{max(beyond[name] for name in refused):g}: {_remedy(refused)}, or use bfloat16 (opt_level='O5')."
+            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(list(beyond))}, up to '
+            f"{max(beyond.values()):g}: {remedy}, or use bfloat16 (opt_level='O5')."
         )
-    return list(beyond)
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -144,58 +141,38 @@ def _largest(tensor: Tensor) -> Tensor:
     return tensor.detach().abs().nan_to_num(0, 0, 0).max().double()
 
 
-def lose_steps(buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
-    """Find buffers that rise or fall along a dimension, and that have equal neighbours once they are cast, by name. Syncs.
+def is_too_fine(buffer: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a buffer is a table that a 16-bit type cannot hold. Syncs.
 
-    Args:
-        buffers: Those about to be cast, by name.
-        dtype: The type they are cast to.
+    Such a table has finite numbers beyond the range of the type, or rises or falls along a dimension and would have equal
+    neighbours.
     """
-    exact = {name: t for name, t in buffers.items() if t.dtype is torch.float32 and not t.is_meta}
-    return [name for name, t in exact.items() if any(_loses_steps(t, dim, dtype) for dim in range(t.dim()))]
+    if buffer.is_meta or buffer.dtype is dtype:
+        return False
+    rounded = buffer.to(dtype).float()
+    loses = (rounded.isinf() & buffer.isfinite()).any()
+    for dim in range(buffer.dim()):
+        steps = buffer.diff(dim=dim)
+        loses |= ((steps > 0).all() | (steps < 0).all()) & (rounded.diff(dim=dim) == 0).any()
+    return bool(loses)
 
 
-def _loses_steps(tensor: Tensor, dim: int, dtype: torch.dtype) -> bool:
-    steps, rounded = tensor.diff(dim=dim), tensor.to(dtype).float().diff(dim=dim)
-    is_sorted = (steps > 0).all() | (steps < 0).all()
-    return bool(is_sorted & (rounded == 0).any())
-
-
-def warn(
-    rounded: Collection[str],
-    infinite: Collection[str],
-    coarse: Collection[str],
-    momentum: Collection[str],
-    policy: Policy,
-) -> None:
-    """Warn of tensors that the cast has taken although numbers were or are lost, and name the networks that it has left.
+def warn(rounded: Collection[str], momentum: Collection[str], policy: Policy) -> None:
+    """Warn of weights that were rounded before the cast, and name the networks that it has left.
 
     Args:
         rounded: The names of the weights that :func:`rounded_before` found.
-        infinite: The names of the buffers that :func:`check_range` found.
-        coarse: The names of the buffers that :func:`lose_steps` found.
         momentum: The names of the parts that stay FP32 since they follow others.
         policy: Says whether there are warnings, and whether the weights have FP32 values.
     """
     has_fp32 = policy.master_weights or not (policy.casts_model or policy.keeps_types)
     now = 'their FP32 values begin with the rounded ones' if has_fp32 else 'they are stepped without masters'
-    infinity = f'they become infinite; where they are more than masks, {_remedy(infinite)}'
-    steps = f'where they are tables of numbers that are computed with, {_remedy(coarse)}'
     for level, names, what, text in (
         (logging.WARNING, rounded, 'trainable weights were 16-bit before', now),
-        (logging.WARNING, infinite, 'buffers have numbers beyond the range of float16', infinity),
-        (logging.WARNING, coarse, 'buffers lose steps between neighbours in 16-bit', steps),
         (logging.INFO, momentum, 'networks stay FP32', 'they are frozen, and may follow a part that trains'),
     ):
         if names and policy.verbosity >= 1:
             logger.log(level, f'amp: {len(names)} {what} ({some(names)}): {text}.')
-
-
-def _remedy(names: Iterable[str]) -> str:
-    modules = list(dict.fromkeys(name.rpartition('.')[0] for name in names))
-    # keep_fp32 names modules, and the model itself would be all of it
-    elsewhere = 'move those that the model itself holds into a module of their own, for keep_fp32'
-    return elsewhere if '' in modules else f'keep their modules in FP32 (keep_fp32={modules})'
 
 
 def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor], level: str) -> None:

@@ -140,15 +140,6 @@ def _is_meant(module: nn.Module, names: Iterable[str], item: str | type) -> bool
     return class_name(module) == item or any(name == item or fnmatch.fnmatchcase(name, item) for name in names)
 
 
-def check_names(model: nn.Module, policy: Policy) -> None:
-    """Check ``keep_fp32`` and ``fp32_ops`` against a model (without wrappers such as DDP), without touching it.
-
-    Raises:
-        AmpConfigError: A name that the model does not have.
-    """
-    kept_modules([('', model)], policy, without_prefix=True)
-
-
 def _modules(roots: Roots) -> list[nn.Module]:
     return [module for _, root in roots for module in root.modules()]
 

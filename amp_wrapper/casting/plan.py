@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import enum
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +18,22 @@ from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import (
-    cast_module,
-    checks,
-    computed_weights,
-    functions,
-    late_modules,
-    recompute,
-    region,
-    shard_check,
-    state_dicts,
-)
-from .cast_handle import CastHandle, cast_in_place
-from .cast_module import ENTRY_METHODS
+from . import cast_module, checks, computed_weights, fp32_values, region, shard_check, state_dicts
 from .kept import BATCHNORM, FOLLOWS, SHARED, check_inputs, kept_inputs, kept_modules
 from .modules import is_loss, is_table, own_tensors
-from .rule import Rule
+from .rule import Model, Rule
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
+
+
+class Role(enum.Enum):
+    """What becomes of a module."""
+
+    CAST = 'weights and buffers become 16-bit, and so do inputs'
+    OUTERMOST = 'stays FP32, and so do all modules inside; its output goes back to 16-bit'
+    INSIDE = 'inside of one that stays FP32'
+    NORM = 'stays FP32 and takes 16-bit input, without a rule: its kernels give back the type of the input'
+    TABLE = 'buffers alone, which stay as they are; its output becomes 16-bit'
 
 
 class CastPlan:
@@ -57,8 +56,6 @@ class CastPlan:
         rounded: The trainable ones among all parameters that are 16-bit before the cast.
         kept: The modules that stay FP32 by themselves, by id, and why.
         momentum: The names of parts that stay FP32 since they follow others.
-        infinite: The names of finite buffers that the cast makes infinite.
-        coarse: The names of buffers in which it makes neighbours equal.
         raised: 16-bit tensors that will become FP32.
 
     Raises:
@@ -77,60 +74,34 @@ class CastPlan:
         covers_forward: bool = False,
         within: Sequence[nn.Module] = (),
     ) -> None:
-        self.roots = list(roots)
-        self._enter = enter
-        self._covers = covers_forward
-        self.policy = policy
-        self._leave = leave
-        self._cast_modules: list[nn.Module] = []
-        self._kept_modules: list[tuple[nn.Module, bool, bool]] = []
-        self._seen: set[int] = set()
-        self._kept_tensors: set[int] = set()
-        # what the weights of cast modules are computed from, and the buffers of modules that hold nothing else
-        self._sources: set[int] = set()
-        self._tables: list[nn.Module] = []
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.gathered: dict[str, nn.Parameter] = {}
+        self.roots, self.policy = list(roots), policy
+        self._enter, self._covers, self._leave = enter, covers_forward, leave
         self.rounded: dict[str, nn.Parameter] = {}
-        self.infinite: list[str] = []
-        self.coarse: list[str] = []
-        self._buffers: dict[str, Tensor] = {}
         for name, root in self.roots:
             self._refuse(name, root)
         self.kept = kept_modules(self.roots, policy, average, covers_forward)
         self.momentum = [why.name for why in self.kept.values() if why.reason == FOLLOWS]
         check_inputs(self.roots, policy)
-        if policy.runs_16_bit:
-            for _, root in self.roots:
-                self._visit(root, kept=False, is_root=True)
+        self._roles: dict[nn.Module, Role] = {}
+        for _, root in self.roots:
+            self._give_roles(root, root, is_inside=False)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.gathered: dict[str, nn.Parameter] = {}
+        self._buffers: list[Tensor] = []
         if policy.casts_model:
-            self._keep_sharers()
-            self._collect()
+            self._sort_tensors(self._keep_sharers())
         elif policy.keeps_types and policy.master_weights:
             # they get masters, and nothing else
             self.parameters = self.rounded
-            given = set(map(id, self.rounded.values()))
-            self._cast_modules = [m for m in self._own_modules() if given.intersection(map(id, m.parameters(False)))]
         if policy.enabled:
             around = within or [root for _, root in self.roots]
             shard_check.check_shards(self.roots, policy, set(map(id, self.gathered.values())), around)
-        dtype = policy.cast_model_type
-        if policy.casts_model and dtype is not None:
-            self.infinite = checks.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
-            self.coarse = checks.lose_steps(self._buffers, dtype)
-        self.raised = self._find_raised()
+        if policy.casts_model and policy.cast_model_type is torch.float16:
+            checks.check_range({**self.parameters, **self.gathered})
+        self.raised = [] if policy.keeps_types else self._find_raised()
         # what cannot be done is known before anything changes
-        for module in self._own_modules():
+        for module in self._roles:
             cast_module.class_for(cast_module.base_of(type(module)))
-
-    @property
-    def casts_ops(self) -> bool:
-        """Whether the tables of O1 and O4 act in the calls of the model."""
-        return self._covers and self.policy.runs_16_bit and not self.policy.casts_model
-
-    def _modules(self) -> Iterator[nn.Module]:
-        for _, root in self.roots:
-            yield from root.modules()
 
     def _refuse(self, name: str, root: nn.Module) -> None:
         if cast_module.holds_casts(root):
@@ -156,62 +127,54 @@ class CastPlan:
         left |= {id(p) for p in root.parameters() if is_sharded(p)}
         self.rounded.update(checks.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left)))
 
-    def _visit(self, module: nn.Module, kept: bool, is_root: bool = False) -> None:
-        if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
+    def _give_roles(self, module: nn.Module, root: nn.Module, is_inside: bool) -> None:
+        """Say what becomes of a module and those below it; ``is_inside`` of one that stays FP32."""
+        if module in self._roles or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
             return
-        self._seen.add(id(module))
         why = self.kept.get(id(module))
         if why is BATCHNORM:
-            # its kernels take 16-bit input beside FP32 weights and give back the input's type: no rule is needed
-            for tensor in (*module.parameters(), *module.buffers()):
-                self._kept_tensors.add(id(tensor))
+            self._roles[module] = Role.NORM
             return
-        starts = why is not None and not kept
-        kept = kept or starts
-        if kept:
-            owns = any(True for _ in module.parameters(recurse=False)) or is_parametrized(module)
-            if starts or owns:
-                # a table is named so that its numbers stay exact
-                self._kept_modules.append((module, starts, starts and not is_loss(module) and not is_table(module)))
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                self._kept_tensors.add(id(tensor))
-        elif self.policy.casts_model and not is_root and is_table(module):
-            self._tables.append(module)
-            self._sources.update(map(id, module.buffers()))
+        if is_inside:
+            self._roles[module] = Role.INSIDE
+        elif why is not None:
+            self._roles[module] = Role.OUTERMOST
         else:
-            self._cast_modules.append(module)
-            self._sources.update(map(id, computed_weights.sources_of(module)))
+            is_buffers = self.policy.casts_model and module is not root and is_table(module)
+            self._roles[module] = Role.TABLE if is_buffers else Role.CAST
         for child in module.children():
-            self._visit(child, kept)
+            self._give_roles(child, root, is_inside or why is not None)
 
-    def _keep_sharers(self) -> None:
-        """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it."""
-        changed = True
-        while changed:
-            changed = False
-            for module in list(self._cast_modules):
-                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-                if any(id(tensor) in self._kept_tensors for tensor in own):
-                    self._cast_modules.remove(module)
-                    self._kept_modules.append((module, True, True))
-                    self.kept[id(module)] = SHARED
-                    self._kept_tensors.update(map(id, own))
-                    changed = True
+    def _keep_sharers(self) -> set[Tensor]:
+        """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it. Returns what stays."""
+        own = {module: {tensor for _, tensor in own_tensors(module)} for module in self._roles}
+        stays = {t for module, role in self._roles.items() if role not in (Role.CAST, Role.TABLE) for t in own[module]}
+        while sharers := [m for m, role in self._roles.items() if role is Role.CAST and own[m] & stays]:
+            for module in sharers:
+                self._roles[module], self.kept[id(module)] = Role.OUTERMOST, SHARED
+                stays |= own[module]
+        for module, role in self._roles.items():
+            # of tables all stays, of modules whose weights are computed what those are computed from
+            stays |= own[module] if role is Role.TABLE else set(computed_weights.sources_of(module))
+        return stays
 
-    def _collect(self) -> None:
-        names: dict[int, str] = {}
+    def _sort_tensors(self, stays: set[Tensor]) -> None:
+        assert self.policy.cast_model_type is not None
+        names: dict[Tensor, str] = {}
         for prefix, root in self.roots:
             for key, tensor in (*root.named_parameters(prefix=prefix), *root.named_buffers(prefix=prefix)):
-                names.setdefault(id(tensor), key)
-        seen: set[int] = set()
-        for module in self._cast_modules:
-            for parameter in module.parameters(recurse=False):
-                if self._is_ours(parameter, seen):
-                    chosen = self.gathered if is_sharded(parameter) else self.parameters
-                    chosen[names[id(parameter)]] = parameter
-            for buffer in module.buffers(recurse=False):
-                if self._is_ours(buffer, seen):
-                    self._buffers[names[id(buffer)]] = buffer
+                names.setdefault(tensor, key)
+        for module, role in self._roles.items():
+            # those of torch want buffers in the type of their input
+            is_own_code = not type(module).__module__.startswith('torch.nn.')
+            for _, tensor in own_tensors(module) if role is Role.CAST else ():
+                if tensor in stays or tensor.dtype not in CASTABLE:
+                    continue
+                stays.add(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    (self.gathered if is_sharded(tensor) else self.parameters)[names[tensor]] = tensor
+                elif not (is_own_code and checks.is_too_fine(tensor, self.policy.cast_model_type)):
+                    self._buffers.append(tensor)
 
     def _find_raised(self) -> list[Tensor]:
         """What is 16-bit before, and FP32 after: where modules stay FP32, and at the levels whose weights are FP32.
@@ -219,32 +182,19 @@ class CastPlan:
         Frozen weights at the latter stay as they are: nothing is added to them, and their size is why they are 16-bit.
         """
         found: dict[int, Tensor] = {}
-        if self.policy.keeps_types:
-            return []
-        # under autocast they want FP32 weights beside FP32 inputs, and are small
-        norms = self.policy.runs_16_bit and not self.policy.casts_model
-        for module in self._modules():
-            if isinstance(module, (*self._leave, torch.jit.ScriptModule)):
-                continue
-            own = [tensor for _, tensor in own_tensors(module) if tensor.dtype in HALF_TYPES]
-            trained = {id(parameter) for parameter in self.rounded.values()}
-            frozen = any(isinstance(t, nn.Parameter) and id(t) not in trained for t in own)
+        casts, raises = self.policy.casts_model, self.policy.from_16bit and not self.policy.casts_model
+        for module, role in self._roles.items():
+            own = [t for _, t in own_tensors(module) if t.dtype in HALF_TYPES and not is_sharded(t)]
+            # under autocast they want FP32 weights beside FP32 inputs, and are small
+            is_norm = self.policy.runs_16_bit and not casts and isinstance(module, _NORMS)
+            is_whole = is_norm or role not in (Role.CAST, Role.TABLE)
+            # buffers as well where nothing is frozen
+            has_frozen = any(isinstance(t, nn.Parameter) and not t.requires_grad for t in own)
             for tensor in own:
-                if is_sharded(tensor):
-                    continue
-                kept = id(tensor) in self._kept_tensors or (norms and isinstance(module, _NORMS))
-                # what is trained, and buffers of modules in which nothing is frozen and 16-bit
-                trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else not frozen
-                if kept or (trains and not self.policy.casts_model and self.policy.from_16bit):
+                trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else not has_frozen
+                if is_whole or (raises and trains):
                     found[id(tensor)] = tensor
         return list(found.values())
-
-    def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
-        kept = id(tensor) in self._kept_tensors or id(tensor) in self._sources
-        if id(tensor) in seen or kept or tensor.dtype not in CASTABLE:
-            return False
-        seen.add(id(tensor))
-        return True
 
     def apply(self) -> CastHandle:
         """Cast the tensors, and let calls of the modules follow their rules.
@@ -252,138 +202,150 @@ class CastPlan:
         Returns:
             The handle that takes both back.
         """
-        policy = self.policy
-        if policy.cast_model_type is not None:
-            for module in self._modules():
-                cast_module.take_off(module)
+        policy, rules = self.policy, self._rules()
+        region.reach()
+        if policy.runs_16_bit and policy.verbosity >= 1:
+            said_once.begin()
+        for module, rule in rules.items():
+            if rule.is_model:
+                cast_module.install(module, rule.model)
+        for module in self._roles:
+            cast_module.take_off(module)
         for tensor in self.raised:
             cast_in_place(tensor, torch.float32)
-        region.reach()
-        if policy.runs_16_bit:
-            self._install()
         if policy.casts_model:
             assert policy.cast_model_type is not None
-            for tensor in (*self.parameters.values(), *self._buffers.values()):
+            for tensor in (*self.parameters.values(), *self._buffers):
                 cast_in_place(tensor, policy.cast_model_type)
-        for module, rule in self._rules().items():
-            cast_module.put(module, rule)
-            vars(module)['_amp_attached'] = True
-            if rule.is_model and policy.casts_model and policy.verbosity >= 1:
-                # its first call looks for numbers beyond the range
-                vars(module)['_amp_first'] = True
-        if policy.casts_model or policy.keeps_types:
-            late_modules.watch()
-            self._add_hooks()
-        return CastHandle([root for _, root in self.roots], self.parameters, list(self._buffers.values()))
-
-    def _install(self) -> None:
-        """Let the registry act in regions, and what the configuration names as long as the model is alive."""
-        functions.install()
-        recompute.install()
-        for op in self.policy.fp32_ops:
-            for _, root in self.roots:
-                functions.add(op, root)
-        if self.policy.verbosity >= 1:
-            said_once.begin()
+        for module, rule in rules.items():
+            link = cast_module.put(module, rule)
+            link.is_attached = True
+            # the first call looks for numbers beyond the range
+            link.is_new = rule.is_model and policy.casts_model and policy.verbosity >= 1
+            if rule.model.casts:
+                self._add_hooks(module)
+        return CastHandle([root for _, root in self.roots], self.parameters, self._buffers)
 
     def _rules(self) -> dict[nn.Module, Rule]:
         """What a call of each module does."""
-        policy, half = self.policy, self.policy.cast_model_type if self.policy.casts_model else None
-        inside = self._region() if policy.runs_16_bit else region.AS_AROUND
-        casts = policy.casts_model or policy.keeps_types
-        plain = Rule(entry=inside, casts=casts, level=policy.opt_level, speaks=policy.verbosity >= 1)
-        if policy.keeps_types:
-            return dict.fromkeys(self._cast_modules, plain)
-        rules: dict[nn.Module, Rule] = {}
-        for module in self._own_modules():
-            has_methods = policy.runs_16_bit and any(hasattr(type(module), name) for name in ENTRY_METHODS)
-            # containers as well: what joins them later is warned of
-            if has_methods or any(True for _ in (*own_tensors(module), *module.children())):
-                rules[module] = plain
-        for module in self._cast_modules:
-            kept = tuple(kept_inputs(module, policy).items()) if half else ()
-            weights = [*module.parameters(recurse=False), *computed_weights.sources_of(module)]
-            own = bool(half) and (is_parametrized(module) or any(w.dtype in CASTABLE for w in weights))
-            if kept or own:
-                rules[module] = dataclasses.replace(plain, inputs=half if own else None, kept=kept)
-        for module in self._tables:
-            rules[module] = dataclasses.replace(plain, outputs=half, clamps=True)
-        for module, starts, gives_back in self._kept_modules:
-            back = starts and gives_back
-            warning = BCE_WARNING if isinstance(module, nn.BCELoss) else ''
-            rule = dataclasses.replace(plain, inputs=torch.float32, outputs=half if back else None, warning=warning)
-            if not half:
-                # where autocast is on
-                rule = dataclasses.replace(rule, sources=HALF_TYPES, gives_back=back, sets_autocast=True)
-            rules[module] = rule
-        if policy.cast_model_type is torch.float32:
-            rules |= self._let_types_meet(plain)
-        if self.casts_ops:
-            below = self._root_rule(plain, nn.Module())
-            roots = {id(root) for _, root in self.roots}
-            for module in self._cast_modules:
-                if id(module) not in roots:
-                    rules[module] = dataclasses.replace(below, outermost=True, is_model=False, fp32_ops=())
-        for _, root in self.roots:
-            rules[root] = self._root_rule(rules.get(root, plain), root)
-        return rules
-
-    def _region(self) -> str:
-        """What acts in the calls of the model."""
-        if self.casts_ops:
-            return region.TABLES
-        if self.policy.runs_16_bit:
-            return region.OPERANDS if self.policy.casts_model else region.REGISTRY
-        # casts of other models end here
-        return region.NOTHING if self._covers and not self.policy.keeps_types else region.AS_AROUND
-
-    def _root_rule(self, rule: Rule, root: nn.Module) -> Rule:
-        """What a call of a whole model does."""
-        policy, dtype = self.policy, self.policy.cast_model_type
-        kept = tuple(kept_inputs(root, policy).items()) if dtype is not None else ()
-        before = cast_module.rule_of(root)
-        if rule.inputs is None and dtype is not None:
-            rule = dataclasses.replace(rule, inputs=dtype)
-        opens = self._region()
-        if before is not None and opens == region.AS_AROUND:
-            opens = before.opens
-        outputs = policy.cast_model_outputs
-        # a validation loop may autocast by itself
-        only_eval = outputs is None and dtype is None and not self.casts_ops
-        return dataclasses.replace(
-            rule,
-            kept=kept,
-            outputs=outputs or torch.float32,
-            gives_back=False,
-            only_eval=only_eval,
-            enter=self._enter,
-            opens=opens,
-            sets_autocast=rule.sets_autocast or self._covers,
-            autocast=policy.autocast_dtype if self.casts_ops and rule.inputs is None else None,
-            is_model=policy.runs_16_bit,
-            fp32_ops=policy.fp32_ops,
+        policy = self.policy
+        casts_ops = self._covers and policy.runs_16_bit and not policy.casts_model
+        if casts_ops:
+            inside = region.TABLES
+        elif policy.runs_16_bit:
+            inside = region.OPERANDS if policy.casts_model else region.REGISTRY
+        else:
+            # casts of other models end here
+            inside = region.NOTHING if self._covers and not policy.keeps_types else region.AS_AROUND
+        plain = Rule(
+            Model(
+                level=policy.opt_level,
+                casts=policy.casts_model or policy.keeps_types,
+                speaks=policy.verbosity >= 1,
+                entry=inside if policy.runs_16_bit else region.AS_AROUND,
+                fp32_ops=policy.fp32_ops,
+            )
         )
+        if policy.keeps_types:
+            given = set(map(id, self.parameters.values()))
+            return {module: plain for module in self._roles if given.intersection(map(id, module.parameters(False)))}
+        covers = Rule(
+            plain.model,
+            outputs=policy.cast_model_outputs or torch.float32,
+            enter=self._enter,
+            opens=inside,
+            sets_autocast=self._covers,
+            autocast=policy.autocast_dtype if casts_ops else None,
+        )
+        rules = {module: self._rule(module, role, plain) for module, role in self._roles.items()}
+        if casts_ops:
+            below = replace(covers, outermost=True)
+            rules |= {module: below for module, role in self._roles.items() if role is Role.CAST}
+        for _, root in self.roots:
+            rule, dtype = rules.get(root) or plain, policy.cast_model_type
+            stays_fp32 = rule.inputs is torch.float32
+            rules[root] = replace(
+                covers,
+                inputs=rule.inputs or dtype,
+                sources=rule.sources,
+                kept=tuple(kept_inputs(root, policy).items()) if dtype is not None else (),
+                # a validation loop may autocast by itself
+                only_eval=policy.cast_model_outputs is None and dtype is None and not casts_ops,
+                sets_autocast=self._covers or rule.sets_autocast,
+                autocast=None if stays_fp32 else covers.autocast,
+                warning=rule.warning,
+                is_model=policy.runs_16_bit,
+            )
+        return {module: rule for module, rule in rules.items() if rule is not None}
 
-    def _let_types_meet(self, plain: Rule) -> dict[nn.Module, Rule]:
-        """Beside frozen 16-bit weights at O0: each module computes in the type of its own weights, as at the other levels."""
-        own = {module: next(module.parameters(recurse=False), None) for module in self._own_modules()}
-        types = {module: w.dtype for module, w in own.items() if w is not None and w.dtype in CASTABLE}
-        is_mixed = any(dtype in HALF_TYPES for dtype in types.values())
-        return {module: dataclasses.replace(plain, inputs=dtype) for module, dtype in types.items()} if is_mixed else {}
+    def _rule(self, module: nn.Module, role: Role, plain: Rule) -> Rule | None:
+        """What a call of a module does that is no root and opens no region."""
+        policy, half = self.policy, self.policy.cast_model_type if self.policy.casts_model else None
+        weights = list(module.parameters(recurse=False))
+        if role is Role.TABLE:
+            return replace(plain, outputs=half, clamps=True)
+        if role is Role.OUTERMOST or (role is Role.INSIDE and (weights or is_parametrized(module))):
+            # a table is named so that its numbers stay exact
+            gives_back = role is Role.OUTERMOST and not is_loss(module) and not is_table(module)
+            warning = BCE_WARNING if isinstance(module, nn.BCELoss) else ''
+            rule = replace(plain, inputs=torch.float32, warning=warning)
+            if half is not None:
+                return replace(rule, outputs=half if gives_back else None)
+            # where autocast is on
+            return replace(rule, sources=HALF_TYPES, gives_back=gives_back, sets_autocast=True)
+        if role is Role.CAST and half is not None:
+            sources = computed_weights.sources_of(module)
+            is_cast = is_parametrized(module) or any(weight.dtype in CASTABLE for weight in (*weights, *sources))
+            kept = tuple(kept_inputs(module, policy).items())
+            if is_cast or kept:
+                return replace(plain, inputs=half if is_cast else None, kept=kept)
+        has_methods = policy.runs_16_bit and any(hasattr(type(module), name) for name in cast_module.ENTRY_METHODS)
+        return plain if has_methods or any(True for _ in own_tensors(module)) else None
 
-    def _own_modules(self) -> Iterator[nn.Module]:
-        """Without those that are not touched, and what is in them."""
-        left = {id(inside) for m in self._modules() if isinstance(m, self._leave) for inside in m.modules()}
-        for module in self._modules():
-            if id(module) not in left and not isinstance(module, torch.jit.ScriptModule):
-                yield module
-
-    def _add_hooks(self) -> None:
+    def _add_hooks(self, module: nn.Module) -> None:
         """Saved values are FP32, and computed weights get the type of their module. The hooks do nothing without a rule."""
-        for module in self._cast_modules:
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
-            if state_dicts.save not in torch_internals.state_dict_hooks(module).values():
-                module.register_state_dict_post_hook(state_dicts.save)  # type: ignore[no-untyped-call]
-            if any(True for _ in computed_weights.sources_of(module)):
-                module.register_forward_pre_hook(computed_weights.cast)
+        if self._roles[module] is not Role.CAST:
+            return
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+        if state_dicts.save not in torch_internals.state_dict_hooks(module).values():
+            module.register_state_dict_post_hook(state_dicts.save)  # type: ignore[no-untyped-call]
+        if any(True for _ in computed_weights.sources_of(module)):
+            module.register_forward_pre_hook(computed_weights.cast)
+
+
+class CastHandle:
+    """Takes a cast back. Made by :meth:`CastPlan.apply`."""
+
+    def __init__(self, roots: list[nn.Module], parameters: dict[str, nn.Parameter], buffers: list[Tensor]) -> None:
+        self.roots = roots
+        self.parameters = parameters
+        self._buffers = buffers
+
+    @property
+    def casts(self) -> bool:
+        """Whether any parameter changed its type."""
+        return bool(self.parameters)
+
+    def remove(self) -> None:
+        """Take the casts off, and give the tensors FP32 values: those of their masters where there are any."""
+        for root in self.roots:
+            for module in root.modules():
+                cast_module.take_off(module)
+        for tensor in (*self.parameters.values(), *self._buffers):
+            exact = fp32_values.fp32_value(tensor)
+            if exact is None:
+                cast_in_place(tensor, torch.float32)
+            else:
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = exact
+                tensor.grad = None if grad is None else grad.float()
+                fp32_values.unpair(tensor)
+
+
+def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Cast a tensor and its gradient."""
+    grad, tensor.grad = tensor.grad, None
+    # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
+    tensor.data = tensor.data.to(dtype)
+    tensor.grad = None if grad is None else grad.to(dtype)

@@ -1,4 +1,4 @@
-"""What a call of a module does, as data."""
+"""What a call of a module does, as data, and what ties a module to the model that it is attached with."""
 
 from __future__ import annotations
 
@@ -15,10 +15,30 @@ from . import region
 
 
 @dataclasses.dataclass(frozen=True)
+class Model:
+    """What the modules of an attached model have in common.
+
+    Attributes:
+        level: The opt level.
+        casts: Whether the weights are 16-bit, or may have FP32 values beside them.
+        speaks: Whether calls may warn.
+        entry: What the region of a method in :data:`ENTRY_METHODS` lets act that is called outside of any region.
+        fp32_ops: What the configuration names.
+    """
+
+    level: str = ''
+    casts: bool = False
+    speaks: bool = False
+    entry: str = region.AS_AROUND
+    fp32_ops: tuple[Fp32Op, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """What a call of a module does. By default, nothing.
 
     Attributes:
+        model: What it is part of.
         inputs: Floating arguments become this type; None leaves them.
         sources: The types that are cast.
         kept: Arguments that stay as they were before a module around this one cast them: their names, and their places in
@@ -29,19 +49,15 @@ class Rule:
         clamps: Whether finite outputs beyond the range of the type become its largest.
         enter: Casts tensors inside outputs of a framework's own kind.
         opens: What the region of a call lets act, such as :data:`.region.TABLES`.
-        entry: The same, of a method in :data:`ENTRY_METHODS` that is called outside of any region.
         outermost: Whether a call does anything only where no region is open.
         sets_autocast: Whether a call decides about autocast.
         autocast: Its type; None for off.
         warning: Given where the first argument is 16-bit.
         is_model: Whether the module is a whole model: says whether its calls may warn, and explains errors about types.
-        level: The opt level of the model.
-        speaks: Whether calls of the model may warn.
-        fp32_ops: Of a whole model: what its configuration names.
-        casts: Whether the weights of the model are 16-bit.
         is_idle: Whether a call does nothing but what the module does.
     """
 
+    model: Model = dataclasses.field(default_factory=Model)
     inputs: torch.dtype | None = None
     sources: frozenset[torch.dtype] = CASTABLE
     kept: tuple[tuple[str, int], ...] = ()
@@ -51,16 +67,11 @@ class Rule:
     clamps: bool = False
     enter: EnterObject | None = None
     opens: str = region.AS_AROUND
-    entry: str = region.AS_AROUND
     outermost: bool = False
     sets_autocast: bool = False
     autocast: torch.dtype | None = None
     warning: str = ''
     is_model: bool = False
-    level: str = ''
-    speaks: bool = False
-    fp32_ops: tuple[Fp32Op, ...] = ()
-    casts: bool = False
     is_idle: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +102,29 @@ class Rule:
             tuple([copies.exact(v) if place in places else copies.cast(v) for place, v in enumerate(args)]),
             {name: copies.exact(value) if name in kept else copies.cast(value) for name, value in kwargs.items()},
         )
+
+
+@dataclasses.dataclass(eq=False)
+class Link:
+    """Ties a module to those who attached it, and who watch it. A copy of the module has a new one.
+
+    Attributes:
+        is_attached: Whether the module belongs to an attached model, whose types the level decides.
+        trains: Whether it is trained with 16-bit weights: deep copies are FP32 then.
+        follower: Lets the weights of the whole model follow their masters, by ``before_call()`` where a call comes from
+            outside of any region.
+        is_new: Whether the next call looks for numbers beyond the range.
+        watchers: Those of :class:`.cast_module.Watcher`.
+    """
+
+    is_attached: bool = False
+    trains: bool = False
+    follower: Any = None
+    is_new: bool = False
+    watchers: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[type[Link], tuple[()]]:
+        return Link, ()
 
 
 #: Of the calls that are becoming part of a graph, the outermost first: what has cast their arguments.

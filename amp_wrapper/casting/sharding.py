@@ -19,10 +19,9 @@ from ..policy import PolicyOptions, resolve
 from ..policy.levels import OptLevel, Policy
 from ..policy.options import OPTIONS, Option, is_whole, to_dtype
 from ..shards import is_sharded
-from .cast_handle import cast_in_place
 from .kept import Kept, match
 from .modules import class_name
-from .plan import CastPlan
+from .plan import CastPlan, cast_in_place
 from .shard_check import NO_SPLIT_SHARDS, has_16bit_shards
 
 _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)

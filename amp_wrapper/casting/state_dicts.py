@@ -24,14 +24,14 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
     is saved as well: its master takes the value first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the
     variables and gets them as they are. Once the casts are taken off, this does nothing.
     """
-    rule: Rule = vars(module).get('_amp', Rule())
-    for name, tensor in own_tensors(module) if rule.casts else ():
+    rule: Rule = vars(module).get('_amp') or Rule()
+    for name, tensor in own_tensors(module) if rule.model.casts else ():
         key = prefix + name
         value = state_dict.get(key)
         if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
             continue
         # reads the flag of a master from the device
-        if bool(fp32_values.take_up_edits(tensor)) and rule.speaks:
+        if bool(fp32_values.take_up_edits(tensor)) and rule.model.speaks:
             logger.warning(
                 f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value: '
                 f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '

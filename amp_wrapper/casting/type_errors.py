@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from types import TracebackType
 
 from torch import nn
@@ -14,7 +13,7 @@ from .modules import class_name
 _ABOUT_TYPES = re.compile(r'\bdtypes?\b|Half|BFloat16|float16')
 #: What plain FP32 is refused for as well.
 _ABOUT_OTHERS = re.compile(r'\b(Long|Int|Byte|Bool)\b|invalid combination of arguments')
-_NOTE = '_amp_wrapper_note'
+_NOTE = '\namp: '
 
 
 def explain(model: nn.Module, error: BaseException, level: str) -> None:
@@ -27,27 +26,23 @@ def explain(model: nn.Module, error: BaseException, level: str) -> None:
     """
     text = str(error)
     about_types = _ABOUT_TYPES.search(text) and not _ABOUT_OTHERS.search(text)
-    if not about_types or isinstance(error, AmpError) or hasattr(error, _NOTE):
+    if not about_types or isinstance(error, AmpError) or _NOTE in text:
         return
     place, name = _innermost(model, error.__traceback__)
     where = f'{name} ({class_name(place)})' if name else class_name(place)
     # of a model, that would keep all
     keeps = f'keep_fp32=[{name!r}] keeps the module in FP32, ' if name else ''
     note = (
-        f'amp: raised in {where}, in a forward at {level}. Where 16-bit and FP32 meet there, or a function has no 16-bit '
+        f'raised in {where}, in a forward at {level}. Where 16-bit and FP32 meet there, or a function has no 16-bit '
         f"kernel, one of these helps: {keeps}fp32_ops=['package.function'] a function, and another opt_level casts less."
     )
-    # what was cast has a rule
-    if '_amp' not in vars(place) and any(True for _ in place.parameters()):
+    has_rules = any(getattr(module, '_amp', None) is not None for module in place.modules())
+    if not has_rules and any(True for _ in place.parameters()):
         note = (
-            f'amp: {where} joined the model after mixed precision was attached to it, and its weights are FP32. Initialise '
+            f'{where} joined the model after mixed precision was attached to it, and its weights are FP32. Initialise '
             f'it by itself before it joins: layer = amp.initialize(layer, opt_level={level!r}).'
         )
-    setattr(error, _NOTE, note)
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.args = (f'{error}\n{note}', *error.args[1:])
+    error.args = (f'{text}{_NOTE}{note}', *error.args[1:])
 
 
 def _innermost(root: nn.Module, trace: TracebackType | None) -> tuple[nn.Module, str]:

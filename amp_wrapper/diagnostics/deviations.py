@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
-from ..casting.watcher import Watcher
 from ..engine.gradients.at_hand import gradients_at_hand
 from ..errors import AmpUsageError
 from .op_tensors import is_bad

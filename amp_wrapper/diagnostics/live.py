@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
-from ..casting.watcher import Watcher
 from ..engine.parts import EngineParts
 from ..shards import local
 from .diagnosis import Diagnosis, complete

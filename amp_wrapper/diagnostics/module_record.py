@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..casting import listening
+from ..casting.cast_module import Watcher
 from ..casting.functions import CallRule
 from ..casting.kept import BATCHNORM, LOSS, Kept
 from ..casting.modules import is_batchnorm
-from ..casting.watcher import Watcher
 from ..policy import Policy, dtype_name
 from ..policy.autocast_lists import HALF, OP_RULES, OpRule
 from ..policy.fp32_registry import Fp32Op

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from ..casting.kept import check_names
+from ..casting.kept import kept_modules
 from ..casting.modules import class_name, module_device
 from ..casting.roots import is_compiled, unwrap
 from ..errors import AmpConfigError, AmpUsageError
@@ -204,7 +204,7 @@ def _make(
     subject: Subject, policy: Policy, overrides: Mapping[str, Any], title: str, begins: Callable[[str], object]
 ) -> PrecisionReport:
     inner = unwrap(subject.model)
-    check_names(inner, policy)
+    kept_modules([('', inner)], policy, without_prefix=True)  # refuses names that the model does not have
     begins('O0')
     exact = run_trial(subject, _fp32(policy), records=True, rounds=True, scale=policy.loss_scale.init_scale)
     begins(policy.opt_level)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..casting.watcher import Watcher
+from ..casting.cast_module import Watcher
 from ..engine.parts import EngineParts
 from ..policy.nested import map_tensors
 

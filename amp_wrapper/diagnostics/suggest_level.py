@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from ..casting.kept import check_names
+from ..casting.kept import kept_modules
 from ..casting.modules import module_device
 from ..casting.roots import is_compiled, unwrap
 from ..engine.clipping import GradientClip
@@ -152,7 +152,8 @@ def suggest(
     # modules are named as they are for amp.initialize
     model = unwrap(model)
     for policy in policies.values():
-        check_names(model, policy)
+        # names that the model does not have are refused
+        kept_modules([('', model)], policy, without_prefix=True)
     device = module_device(model)
     with isolated():
         taken = _take(batches, steps)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
-from ..casting.watcher import Watcher
 from ..torch_internals import TorchDispatchMode, current_node, graph_task_id, writes_in_place
 from .op_tensors import (
     LOGS,

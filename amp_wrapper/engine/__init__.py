@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..casting.cast_handle import CastHandle
+from ..casting.plan import CastHandle
 from ..casting.sharding import Sharding
 from ..policy import Policy
 from . import attach

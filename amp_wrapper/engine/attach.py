@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from .. import fsdp_internals, torch_internals
 from ..casting import cast_module, checks, roots
-from ..casting.cast_handle import CastHandle
 from ..casting.masters import Masters
 from ..casting.modules import module_device
 from ..casting.optimizer_state import cast_state_to_parameters, warn_of_lost_eps
-from ..casting.plan import CastPlan
+from ..casting.plan import CastHandle, CastPlan
 from ..casting.sharding import Sharding, shard
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
@@ -60,14 +59,14 @@ def attach_model(
     _make_masters(parts, plan)
     parts.casts = plan.apply()
     _take_cast(parts, plan, shared_weights)
-    checks.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum, policy)
+    checks.warn(plan.rounded, plan.momentum, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
     _watch_shards(parts, [inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
     if optimizer is not None and parts.casts.casts:
-        _copies_are_fp32([root for _, root in plan.roots])
+        cast_module.copies_are_fp32([root for _, root in plan.roots])
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in plan.parameters:
             logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
@@ -99,7 +98,7 @@ def attach_parts(
     for engine in engines:
         _make_masters(engine, plan)
     handle = plan.apply()
-    checks.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum, policy)
+    checks.warn(plan.rounded, plan.momentum, policy)
     for engine in engines:
         _take_cast(engine, plan)
         if named:
@@ -108,7 +107,7 @@ def attach_parts(
         _watch_shards(engine, models)
         begin(engine, models[0] if models else None)
     if engines and handle.casts:
-        _copies_are_fp32(models)
+        cast_module.copies_are_fp32(models)
     return handle
 
 
@@ -135,7 +134,7 @@ def detach_model(parts: EngineParts) -> None:
     if parts.casts is not None:
         parts.casts.remove()
         for root in parts.casts.roots:
-            torch_internals.drop_pre_hooks(root, (forward_entry.FollowMasters, NoticeDdp))
+            torch_internals.drop_pre_hooks(root, (NoticeDdp,))
         parts.ddp.rebuild(parts.casts.parameters.values())
     if not params.have_fp32_values and parts.optimizer is not None and casts:
         _state_to_fp32(parts.optimizer)
@@ -305,14 +304,6 @@ def check_once(engine: EngineParts, names: Mapping[int, str]) -> None:
             f'{type(engine.optimizer).__name__} has parameters twice ({some(twice)}): give it each of them once, such as '
             f'{{id(p): p for p in parameters}}.values().'
         )
-
-
-def _copies_are_fp32(models: Iterable[nn.Module]) -> None:
-    """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any."""
-    for model in models:
-        for module in model.modules():
-            if cast_module.rule_of(module) is not None:
-                vars(module)['_amp_trained'] = True
 
 
 def _state_to_fp32(optimizer: Optimizer) -> None:

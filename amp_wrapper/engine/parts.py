@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..casting import cast_handle, kept, optimizer_state, roots
+from ..casting import kept, optimizer_state, plan, roots
 from ..casting.masters import Masters, StepLists
 from ..checkpoint.format import SavedAmp
 from ..fsdp_internals import Reductions
@@ -109,7 +109,7 @@ class EngineParts:
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
         self.block_watch: BlockWatch | None = None
-        self.casts: cast_handle.CastHandle | None = None
+        self.casts: plan.CastHandle | None = None
         self.kept: Mapping[int, kept.Kept] = {}
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None

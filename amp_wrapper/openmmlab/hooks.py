@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from mmengine.hooks import Hook
 from torch import Tensor
 
-from ..casting.cast_module import autocast_forward
+from ..casting import cast_module
+from ..casting.rule import Rule
 from ..diagnostics.nonfinite import NonfiniteWatch
 from ..diagnostics.op_tensors import named_tensors
 from ..engine import AmpEngine
@@ -62,7 +64,9 @@ class AmpInferenceHook(Hook):
         attaching.attach(self._engine, model)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
-            autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
+            rule = cast_module.rule_of(model) or Rule()
+            changes: dict[str, Any] = dict(sets_autocast=True, autocast=self.policy.autocast_dtype, outputs=outputs)
+            cast_module.put(model, dataclasses.replace(rule, only_eval=False, enter=cast_data_element, **changes))
         runner.logger.info(f'amp: testing at {self.policy.describe()}')
 
     @torch.no_grad()

@@ -308,38 +308,24 @@ def test_model_is_freed_with_its_masters() -> None:
 # -- modules that join later -----------------------------------------------------------------------------------------------
 
 
-def names_of(lines: list[str]) -> list[str]:
-    return [line.split('amp: ')[1].split(' joins a model at O5')[0] for line in lines if 'joins a model' in line]
-
-
 @pytest.mark.parametrize('door', DOORS)
-def test_layer_that_joins_later_is_warned_of_and_works(door: str, log: list[str]) -> None:
+def test_layer_that_joins_later_works(door: str) -> None:
     model = Block(lambda x: x)
-    call = prepared(model, 'O5', door, verbosity=1)
+    call = prepared(model, 'O5', door)
     call(torch.randn(4, 4))
-    # what is no new layer: a container of what is there, and what has no weights
-    model.again, model.act, model.gone = nn.Sequential(model.neck[0]), nn.ReLU(), None
-    assert names_of(log) == []
     model.stem, model.neck[0] = nn.Linear(4, 4), nn.Linear(4, 4)
-    assert names_of(log) == ['stem (Linear)', '0 (Linear)']
-    assert any("amp.initialize(layer, opt_level='O5')" in line for line in log)
     # one that was initialized by itself is part of the model
     model.neck.append(initialized(nn.Linear(4, 4)))
-    assert len(names_of(log)) == 2 and model.neck[1].weight.dtype is BF16
+    assert model.neck[1].weight.dtype is BF16
     call(torch.randn(4, 4)).sum().backward()
     assert model.stem.weight.grad is not None
     model.stem = Block(mixes)  # type: ignore[assignment]
     with pytest.raises(RuntimeError) as caught:
         model(torch.randn(4, 4))
-    assert 'joined the model' in text(caught.value) and "amp.initialize(layer, opt_level='O5')" in text(caught.value)
+    assert 'joined the model' in str(caught.value) and "amp.initialize(layer, opt_level='O5')" in str(caught.value)
 
 
 # -- errors of torch about types -------------------------------------------------------------------------------------------
-
-
-def text(error: BaseException) -> str:
-    """The message with its notes, which Python 3.10 does not have."""
-    return '\n'.join([str(error), *getattr(error, '__notes__', ())])
 
 
 class Block(nn.Module):
@@ -361,10 +347,10 @@ def test_error_about_types_names_the_module_and_three_remedies(level: str, door:
     call = prepared(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(mixes))), level, door)
     with pytest.raises(RuntimeError, match='dtype') as caught:
         call(torch.randn(4, 4))
-    found = text(caught.value)
+    found = str(caught.value)
     for words in (f'1.0 (Block), in a forward at {level}', "keep_fp32=['1.0']", 'fp32_ops=', 'another opt_level'):
         assert words in found
-    assert found.count('amp: raised in') == 1
+    assert found.count('raised in') == 1
 
 
 def test_other_errors_have_no_note() -> None:
@@ -379,7 +365,7 @@ def test_other_errors_have_no_note() -> None:
     ):
         with pytest.raises(type(error)) as caught:
             call(torch.randn(4, 4))
-        assert 'amp:' not in text(caught.value)
+        assert 'amp:' not in str(caught.value)
 
 
 # -- the first module whose output is not finite ----------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Adapted(nn.Module):
         return self.head(torch.relu(self.base(x) + self.up(self.down(x)).to(self.base.weight.dtype)))
 
 
-@pairs(level=LEVELS, door=DOORS, dtype=(F16, BF16), owns=('all', 'trained'))
+@pairs(level=[level for level in LEVELS if level != 'O0'], door=DOORS, dtype=(F16, BF16), owns=('all', 'trained'))
 def test_frozen_16_bit_parts_stay_as_they_are(
     level: str, door: str, dtype: torch.dtype, owns: str, log: list[str]
 ) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ... import fsdp_internals
 from ...casting import fp32_values
-from ...casting.cast_handle import restore_fp32_copy
-from ...casting.cast_module import is_cast
+from ...casting.cast_module import is_cast, take_off
 from ...checkpoint import names
 from ...engine import averages
 from ...engine.buffers import living
@@ -27,9 +26,9 @@ from ..wrappers import inner_model, wrappers_of
 def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Replaces ``BaseAveragedModel.__init__``: the copy of a cast model becomes FP32, with the values of the masters."""
     original(average, model, *args, **kwargs)
-    if restore_fp32_copy(average.module, model) and average.update_buffers:
-        # these were live references into the copy before it became FP32
-        average.avg_parameters = average.module.state_dict()
+    # what is trained with 16-bit weights has FP32 copies
+    for module in average.module.modules():
+        take_off(module)
 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:

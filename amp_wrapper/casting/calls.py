@@ -1,0 +1,131 @@
+"""What happens when a cast module is called: casts of inputs, a region, the module itself, casts of outputs."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import torch_internals
+from ..compiler_internals import never_compiled
+from ..policy import said_once
+from ..policy.copies import Copies
+from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
+from . import functions, kernels, region, type_errors
+from .rule import Rule, traced
+
+_FLOAT32 = frozenset({torch.float32})
+
+
+def watched(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """A call that others watch from outside of its casts."""
+    watchers, output = module._amp_link.watchers, None
+    try:
+        for watcher in watchers:
+            watcher.enter(module, args, kwargs)
+        output = by_rule(module, call, args, kwargs)
+    finally:
+        for watcher in watchers:
+            watcher.leave(module, output)
+    return output
+
+
+def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    rule, follower = module._amp, module._amp_link.follower
+    if rule is None or (rule.outermost and region.is_open()):
+        return call(*args, **kwargs)
+    # a wrapper may have opened a region around the call of the model
+    if follower is not None and (rule.is_model or not region.is_open()):
+        follower.before_call()
+    copies = rule.copies(args, kwargs)
+    if copies is None and rule.outputs is None and not rule.opens and not rule.sets_autocast:
+        return call(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return _trace(module, rule, call, copies, args, kwargs)
+    before = said_once.speaks(rule.model.speaks) if rule.is_model else None
+    try:
+        return _run(module, rule, call, copies, args, kwargs)
+    except (RuntimeError, TypeError) as error:
+        if rule.is_model:
+            type_errors.explain(module, error, rule.model.level)
+        raise
+    finally:
+        if copies is not None:
+            copies.write_back()
+        if before is not None:
+            said_once.speaks(before)
+
+
+def _trace(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
+    """A call that is becoming part of a graph."""
+    if not region.is_open():
+        # what errors have left
+        traced.clear()
+    if copies is not None:
+        traced.append(copies)
+    if rule.is_model:
+        said_once.speaks(rule.model.speaks)
+    result = _run(module, rule, call, copies, args, kwargs)
+    if copies is not None:
+        traced.pop()
+        copies.write_back()
+    return result
+
+
+def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
+    caller = _first_half(args, kwargs) if rule.warning or rule.gives_back else None
+    if caller is not None and rule.warning:
+        said_once.warn_once(rule.warning)
+    device = _device(module, args, kwargs) if rule.sets_autocast else 'cpu'
+    if copies is not None:
+        args, kwargs = rule.cast(copies, args, kwargs)
+        if module._amp_link.is_new and _has_values():
+            module._amp_link.is_new = False
+            if copies.clamped():
+                said_once.warn_clamped(type(module).__name__, None, copies.target)
+    if rule.opens or rule.sets_autocast:
+        region.reach()
+        if rule.is_model:
+            functions.look_around()
+        if rule.opens == region.TABLES:
+            kernels.install_tables(device)
+        with region.spare(rule.opens), region.operands(rule.opens):
+            with region.autocast(device, rule.autocast) if rule.sets_autocast else nullcontext():
+                result = call(*args, **kwargs)
+    else:
+        result = call(*args, **kwargs)
+    dtype = caller if rule.gives_back else rule.outputs
+    if dtype is None or (rule.only_eval and module.training):
+        return result
+    if rule.clamps:
+        return Copies(dtype).cast(result)
+    return cast_tensors(result, dtype, _FLOAT32 if rule.gives_back else CASTABLE, rule.enter)
+
+
+# where a graph breaks inside of them they run as they are, and what they call may be compiled
+for _function in (by_rule, _trace, _run):
+    never_compiled(_function)
+
+
+def _first_half(args: Any, kwargs: Any) -> torch.dtype | None:
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.dtype in HALF_TYPES:
+            return tensor.dtype
+    return None
+
+
+def _device(module: nn.Module, args: Any, kwargs: Any) -> str:
+    """Where a call works: at the first tensor of the module, or at the first that it is handed."""
+    for own in (module._parameters, module._buffers):
+        for tensor in own.values():
+            if tensor is not None:
+                return tensor.device.type
+    return region.device_of(itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs))))
+
+
+def _has_values() -> bool:
+    """Whether numbers of tensors can be read: not where a call is recorded or transformed."""
+    return not (torch.compiler.is_compiling() or torch_internals.in_function_transform(or_mode=True))
