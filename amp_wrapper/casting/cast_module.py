@@ -60,10 +60,10 @@ class CastModule(nn.Module):
             # before anything is changed
             if isinstance(module, CastModule) and module._amp is not None and module._amp_link.is_attached:
                 checks.refuse_conversion(module, fn, module._amp.model.level)
+        fp32_values.agree(self.parameters(recurse=False))
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for weight in self._parameters.values():
-            if weight is not None:
-                fp32_values.follow_device(weight)
+        for weight in self.parameters(recurse=False):
+            fp32_values.follow_device(weight)
         return result
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 An FP32 value is of one of two kinds. A *master* is a float32 tensor of its own, which the optimizer steps in place of the
 weight. A *remainder* is what its weight lacks of an exact master (:mod:`amp_wrapper.ops.split`), in int16: the optimizer steps
-both together. Code that saves, loads, averages or copies a model goes through :func:`fp32_value` and :func:`write_fp32`.
+both together. Code that saves, loads, averages or copies a model goes through :func:`in_fp32` and :func:`write_fp32`.
 
 A copied weight has no FP32 value: the copy of a model has no masters.
 """
@@ -36,14 +36,14 @@ class Pair:
     Attributes:
         name: What messages call the weight.
         partner: Its float32 master or int16 remainder, of its shape, on its device.
+        dtype: The 16-bit type of the weight.
         agreed: When both agreed: version and address of the weight, and of the partner.
-        dtype: The type of the weight then.
     """
 
     name: str
     partner: nn.Parameter
+    dtype: torch.dtype
     agreed: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
 
     @property
     def is_split(self) -> bool:
@@ -52,7 +52,7 @@ class Pair:
 
     def settle(self, weight: Tensor) -> None:
         """Both sides agree now."""
-        self.agreed, self.dtype = (*_state(weight), *_state(self.partner)), weight.dtype
+        self.agreed = (*_state(weight), *_state(self.partner))
 
     def edited(self, weight: Tensor) -> Literal['', 'weight', 'master', 'both']:
         """Which sides somebody wrote to since both agreed. No device read."""
@@ -72,17 +72,16 @@ _pairs: MutableMapping[Tensor, Pair] = WeakTensorKeyDictionary()
 pairs_made = 0
 
 
-def make_pair(weight: Tensor, name: str, partner: nn.Parameter) -> Pair:
+def make_pair(weight: Tensor, pair: Pair) -> Pair:
     """Give a weight an FP32 value: it is saved in place of the weight, and loaded values reach it.
 
     Args:
         weight: A parameter, 16-bit or about to be.
-        name: What messages call it.
-        partner: Its master or remainder.
+        pair: Its other half.
     """
     global pairs_made
     pairs_made += 1
-    pair = _pairs[weight] = Pair(name, partner)
+    _pairs[weight] = pair
     pair.settle(weight)
     return pair
 
@@ -113,17 +112,28 @@ def unpair(weight: Tensor) -> None:
     _pairs.pop(weight, None)
 
 
-def fp32_value(tensor: Tensor) -> Tensor | None:
-    """The FP32 value of a cast parameter, without its graph: float32, same shape and device; None where there is none.
+def fp32_value(tensor: Tensor) -> Tensor:
+    """The FP32 value of a floating tensor, without its graph, and without a look at what somebody wrote.
 
     Returns:
-        The master itself; for a weight with a remainder a new tensor.
+        The master itself; for a weight with a remainder, and a 16-bit tensor without an FP32 value, a new tensor.
     """
     pair = _pairs.get(tensor)
-    if pair is None or not pair.is_split:
-        return None if pair is None else pair.partner.detach()
-    agree([tensor])
-    return join(tensor, pair.partner)
+    if pair is None:
+        return tensor.detach().float()
+    return join(tensor, pair.partner) if pair.is_split else pair.partner.detach()
+
+
+def in_fp32(tensor: Tensor) -> Tensor:
+    """As :func:`fp32_value` of a 16-bit tensor, after :func:`take_up_edits`; any other tensor itself. No host read.
+
+    Raises:
+        AmpUsageError: A weight and its master were both written to.
+    """
+    if tensor.dtype not in HALF_TYPES:
+        return tensor
+    take_up_edits(tensor)
+    return fp32_value(tensor)
 
 
 @torch.no_grad()
@@ -135,13 +145,15 @@ def write_fp32(tensor: Tensor, value: Tensor) -> None:
         value: Of the same shape; any floating type, on any device.
     """
     pair = _pairs.get(tensor)
-    exact = value
-    if pair is not None and pair.is_split:
-        value, exact = split(value.to(tensor.device, torch.float32), tensor.dtype)
-    tensor.copy_(value)
-    if pair is not None:
-        pair.partner.copy_(exact)
-        pair.settle(tensor)
+    if pair is None:
+        tensor.copy_(value)
+        return
+    near = exact = value.to(tensor.device, torch.float32)
+    if pair.is_split:
+        near, exact = split(exact, pair.dtype)
+    tensor.copy_(near)
+    pair.partner.copy_(exact)
+    pair.settle(tensor)
 
 
 def take_up_edits(tensor: Tensor) -> Tensor | bool:
@@ -169,8 +181,11 @@ def take_up_edits(tensor: Tensor) -> Tensor | bool:
 def agree(weights: Iterable[Tensor], refuses: bool = True) -> bool:
     """Copy between each weight and its FP32 value, from the side that somebody wrote to. No host read.
 
+    A weight whose ``.data`` was replaced by numbers of another type becomes 16-bit again; its FP32 value takes them as they
+    were.
+
     Args:
-        weights: Those that are not 16-bit, or have no FP32 value, are passed over.
+        weights: Those without an FP32 value are passed over.
         refuses: Whether it is an error if both sides were written to; such a pair is left alone otherwise.
 
     Returns:
@@ -179,9 +194,11 @@ def agree(weights: Iterable[Tensor], refuses: bool = True) -> bool:
     Raises:
         AmpUsageError: Both sides were written to. Nothing has been changed.
     """
-    written: dict[str, list[Tensor]] = {'': [], 'weight': [], 'master': [], 'both': []}
-    for weight, pair in paired(weights):
-        written[pair.edited(weight)].append(weight)
+    written: dict[str, list[Tensor]] = {'': [], 'weight': [], 'master': [], 'both': [], 'type': []}
+    for weight in weights:
+        pair = _pairs.get(weight)
+        if pair is not None:
+            written[pair.edited(weight) if weight.dtype is pair.dtype else 'type'].append(weight)
     if written['both'] and refuses:
         raise AmpUsageError(
             f'both sides of {some([_pairs[weight].name for weight in written["both"]])} were written to since they last '
@@ -189,6 +206,10 @@ def agree(weights: Iterable[Tensor], refuses: bool = True) -> bool:
             f'optimizer.param_groups). One would be lost. Write to one side only, or say which one counts: '
             f'weights_changed([model.fc.weight]) or masters_changed([its master]).'
         )
+    for weight in written['type']:
+        value = weight.data
+        replace_data(weight, value.to(_pairs[weight].dtype))
+        write_fp32(weight, value)
     if written['master']:
         masters_win(written['master'])
     if written['weight']:
@@ -231,22 +252,19 @@ def masters_win(weights: Iterable[Tensor]) -> None:
         pair.settle(weight)
 
 
-@torch.no_grad()
 def follow_device(weight: Tensor) -> None:
-    """Move the master or remainder of a weight to the device that the weight was moved to."""
+    """Move the master or remainder to the device that its weight was moved to; both agreed before."""
     pair = _pairs.get(weight)
-    if pair is None:
-        return
-    compares = not pair.is_split and pair.edited(weight) in ('', 'weight')
-    pair.partner.data = pair.partner.data.to(weight.device)
-    # another address is no write; where only that of the weight is new, both are compared before they are used
-    weight_state = pair.agreed[:2] if compares else (pair.agreed[0], weight.data_ptr())
-    pair.agreed = (*weight_state, *(_state(pair.partner) if compares else pair.agreed[2:]))
+    if pair is not None:
+        pair.partner.data = pair.partner.data.to(weight.device)
+        pair.settle(weight)
 
 
-@torch.no_grad()
-def fingerprint(weight: Tensor) -> Tensor:
-    """A number of the bits of a 16-bit tensor and of their places: int64 scalar on its device. No host read."""
-    bits = weight.detach().view(torch.int16).flatten()
-    # odd factors: no bit gets lost where the product wraps
-    return (bits * torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).mul_(2).add_(1)).sum()
+def replace_data(tensor: Tensor, data: Tensor) -> None:
+    """Replace the numbers of a tensor by those of another type, which its gradient takes on.
+
+    Through ``.data``, so that the optimizer, DDP and tied modules keep the very object they hold.
+    """
+    grad, tensor.grad = tensor.grad, None
+    tensor.data = data
+    tensor.grad = None if grad is None else grad.to(data.dtype)

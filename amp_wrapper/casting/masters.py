@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from ..ops import attributes
 from ..ops.split import split
 from ..policy.nested import HALF_TYPES, parameters_of
 from ..shards import Layout
-from ..torch_internals import in_function_transform, is_zero, replace_in_zero
+from ..torch_internals import is_zero, replace_in_zero
 from . import fp32_values
 from .fp32_values import Pair
 
@@ -27,7 +27,8 @@ class StepLists:
         parameters: What the optimizer steps.
         weights: What the model computes with; backward passes leave their gradients there.
         copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
-        on_one_device: Whether all weights are on ``device``.
+        device: Where the step runs.
+        on_one_device: Whether all weights are there.
         layout: On which ranks they lie, where they are sharded.
         pairs: (model weight, FP32 master) where there is one.
     """
@@ -37,16 +38,10 @@ class StepLists:
         self.weights = masters.weights()
         found = zip(self.weights, map(fp32_values.pair_of, self.weights))
         self.copies = [None if pair is None else pair.partner if pair.is_split else weight for weight, pair in found]
+        self.device = device
         self.on_one_device = all(weight.device == device for weight in self.weights)
         self.layout = Layout(self.weights)
         self.pairs = masters.pairs
-        self._device = device
-        self._types = [weight.dtype for weight in self.weights]
-
-    def are_of(self, parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
-        """Whether these parameters are still the same objects, of the same types."""
-        is_same = attributes.same(parameters, self.parameters) and device == self._device
-        return is_same and self._types == [weight.dtype for weight in self.weights]
 
 
 class Masters:
@@ -65,7 +60,7 @@ class Masters:
         optimizer: Holds the parameters, and its groups are changed in place; None for inference.
         weights: The parameters about to become 16-bit, by name.
         kind: 'none'; 'whole' for masters; 'split' for remainders.
-        dtype: What the weights become.
+        dtype: What the weights become; None where they keep their types.
 
     Attributes:
         kind: As given.
@@ -78,7 +73,7 @@ class Masters:
         optimizer: Optimizer | None,
         weights: Mapping[str, nn.Parameter] | None = None,
         kind: Literal['none', 'whole', 'split'] = 'none',
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.kind = kind
@@ -96,10 +91,7 @@ class Masters:
         self._frozen: list[nn.Parameter] = []
         # version counters and addresses when all pairs last agreed: every step and every forward call compares them
         self._agreed: tuple[bytes, ...] = ()
-        # the versions and bits of weights after the cast, until they are used for the first time
-        self._marks: list[tuple[Tensor, int, Tensor]] = []
-        # whether weights show what was written to masters before
-        self._are_shown = False
+        self._is_new = True
         self._lists: StepLists | None = None
         if self.have_fp32_values:
             self._add(p for p in self.parameters() if id(p) in self._names or fp32_values.has_fp32_value(p))
@@ -113,11 +105,11 @@ class Masters:
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
         parameters = self.parameters()
-        return [self._weight_of.get(id(p), p) for p in parameters] if self.pairs else parameters
+        return list(map(self.weight_of, parameters)) if self.pairs else parameters
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that are stepped themselves."""
-        return [p for p in self.parameters() if self._weight_of.get(id(p), p) is p]
+        return [p for p in self.parameters() if self.weight_of(p) is p]
 
     def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The model weight behind a master; any other parameter itself."""
@@ -129,10 +121,12 @@ class Masters:
         Args:
             device: Where the step runs.
         """
-        if self.has_unfrozen or self._lists is None or not self._lists.are_of(self.parameters(), device):
+        lists = self._lists
+        is_old = lists is None or lists.device != device or any(weight.requires_grad for weight in self._frozen)
+        if lists is None or is_old or not attributes.same(self.parameters(), lists.parameters):
             self.adopt()
-            self._lists = StepLists(self, device)
-        return self._lists
+            lists = self._lists = StepLists(self, device)
+        return lists
 
     @property
     def layout(self) -> Layout:
@@ -140,11 +134,6 @@ class Masters:
         return Layout(()) if self._lists is None else self._lists.layout
 
     # -- pairs are made and released ---------------------------------------------------------------------------------
-
-    @property
-    def has_unfrozen(self) -> bool:
-        """Whether a 16-bit weight without an FP32 value, for it was frozen, is trained now: :meth:`adopt` makes one."""
-        return any(weight.requires_grad for weight in self._frozen)
 
     def adopt(self) -> None:
         """Give FP32 values to 16-bit parameters that came into the optimizer later, or are trained from now on.
@@ -157,58 +146,53 @@ class Masters:
 
     def _add(self, weights: Iterable[nn.Parameter]) -> None:
         """Make or share the pairs of weights, but of those that are stepped here already."""
-        known, new, frozen = set(map(id, self._weights)), [], []
-        for weight in weights:
-            if id(weight) in self._weight_of:
-                continue
-            is_frozen = weight.dtype in HALF_TYPES and not weight.requires_grad
-            if is_frozen and not fp32_values.has_fp32_value(weight):
-                # nothing is added to it, so it needs no FP32 value beside it
-                frozen.append(weight)
-                continue
-            if id(weight) in known:
-                raise AmpUsageError(
-                    f'{self._name(weight)} was added to the optimizer a second time: it has a master there already. '
-                    f'Leave it out of add_param_group().'
-                )
-            known.add(id(weight))
-            new.append(weight)
-        self._frozen = frozen
+        new = [weight for weight in weights if id(weight) not in self._weight_of]
+        known = set(map(id, self._weights))
+        twice = [self._name(weight) for weight in new if id(weight) in known]
+        if twice:
+            raise AmpUsageError(
+                f'{some(twice)} was added to the optimizer a second time: it has a master there already. Leave it out of '
+                f'add_param_group().'
+            )
+        self._frozen, masters = [], {}
         for weight in new:
             pair = fp32_values.pair_of(weight)
-            if pair is None or pair.is_split is not (self.kind == 'split'):
-                pair = self._new_pair(weight)
+            if pair is None and weight.dtype in HALF_TYPES and not weight.requires_grad:
+                # nothing is added to it, so it needs no FP32 value beside it
+                self._frozen.append(weight)
+                continue
+            pair = pair or self._make_pair(weight)
+            stepped = weight if pair.is_split else pair.partner
             self._records.append(pair)
             self._weights.append(weight)
             self._partners.append(pair.partner)
-            self._weight_of[id(weight if pair.is_split else pair.partner)] = weight
-            if not pair.is_split:
-                self.pairs.append((weight, pair.partner))
-        if new:
-            self._agreed = ()
-            self._replace({id(weight): master for weight, master in self.pairs})
+            self._weight_of[id(stepped)] = weight
+            if stepped is not weight:
+                self.pairs.append((weight, stepped))
+                masters[id(weight)] = stepped
+        self._agreed = ()
+        self._replace(masters)
 
-    def _new_pair(self, weight: nn.Parameter) -> Pair:
+    def _make_pair(self, weight: nn.Parameter) -> Pair:
         # an FP32 weight hands over its storage: its cast replaces it right after
-        value = weight.data.float()
+        value, name = weight.data.float(), self._name(weight)
+        dtype = (self._dtype if id(weight) in self._names else None) or weight.dtype
         if self.kind == 'whole':
             partner = nn.Parameter(value, requires_grad=weight.requires_grad)
         else:
-            near, bits = split(value, self._dtype if id(weight) in self._names else weight.dtype)
+            near, bits = split(value, dtype)
             partner = nn.Parameter(bits, requires_grad=False)
-            if weight.dtype is not near.dtype:
-                grad, weight.grad = weight.grad, None
-                # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
-                weight.data = near
-                weight.grad = None if grad is None else grad.to(near.dtype)
-        return fp32_values.make_pair(weight, self._name(weight), partner)
+            if weight.dtype is not dtype:
+                fp32_values.replace_data(weight, near)
+        return fp32_values.make_pair(weight, Pair(name, partner, dtype))
 
     def _name(self, weight: Tensor) -> str:
         return self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
 
     def _replace(self, others: Mapping[int, nn.Parameter]) -> None:
         """Let the optimizer step others in place of some tensors, given by id, with the same state."""
-        assert self.optimizer is not None
+        if self.optimizer is None or not others:
+            return
         for group in self.optimizer.param_groups:
             for index, parameter in enumerate(group['params']):
                 other = others.get(id(parameter))
@@ -216,7 +200,7 @@ class Masters:
                     group['params'][index] = other
                     if parameter in self.optimizer.state:
                         self.optimizer.state[other] = self.optimizer.state.pop(parameter)
-        if others and is_zero(self.optimizer):
+        if is_zero(self.optimizer):
             replace_in_zero(self.optimizer, others)
 
     def release(self) -> None:
@@ -229,8 +213,7 @@ class Masters:
         """
         self.synchronise()
         fp32_values.weights_win(self._weights)
-        if self.pairs:
-            self._replace({id(master): weight for weight, master in self.pairs})
+        self._replace({id(master): weight for weight, master in self.pairs})
 
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
@@ -241,9 +224,8 @@ class Masters:
     def settle(self) -> None:
         """Weights and FP32 values agree now: what the optimizer has just written is no edit."""
         self._agreed = self._state()
-        numbers = zip(*map(attributes.numbers_of, self._agreed))
-        for pair, weight, agreed in zip(self._records, self._weights, numbers):
-            pair.agreed, pair.dtype = agreed, weight.dtype
+        for pair, agreed in zip(self._records, zip(*map(attributes.numbers_of, self._agreed))):
+            pair.agreed = agreed
 
     @torch.no_grad()
     def write_weights(self) -> None:
@@ -255,73 +237,33 @@ class Masters:
     def synchronise(self, refuses: bool = True) -> None:
         """As :func:`~amp_wrapper.casting.fp32_values.agree` for all pairs. Where nobody wrote, this compares numbers.
 
-        A weight whose ``.data`` was replaced by numbers of another type becomes 16-bit again; its FP32 value takes them as they
-        were.
-
         Args:
             refuses: As there.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        if self._state() == self._agreed:
-            return
-        for pair, weight in zip(self._records, self._weights):
-            if weight.dtype is not pair.dtype and fp32_values.has_fp32_value(weight):
-                value = weight.data
-                weight.data = value.to(pair.dtype)
-                fp32_values.write_fp32(weight, value)
-        if fp32_values.agree(self._weights, refuses):
+        if self._state() != self._agreed and fp32_values.agree(self._weights, refuses):
             self._agreed = self._state()
 
-    def mark(self) -> None:
-        """Note the bits of the weights after the cast: what is written to them through ``.data`` before they are used shows."""
-        found = fp32_values.paired(self._weights)
-        self._marks = [(weight, weight._version, fp32_values.fingerprint(weight)) for weight, _ in found]
-
-    @torch.no_grad()
-    def before_forward(self, trains: bool) -> None:
-        """As :meth:`synchronise`; the first time, edits through ``.data`` since the cast count too. No host read.
-
-        A weight whose bits are those after the cast follows its master, any other one is followed where the call ``trains``,
-        which it does where gradients are recorded: averages that are evaluated before are taken out again.
-        """
-        self.synchronise()
-        # what transforms the call would transform this
-        if not self._marks or (self._are_shown and not trains) or in_function_transform(or_mode=True):
-            return
-        marks, self._marks, self._are_shown = self._marks, [], True
-        for weight, version, mark in marks:
-            pair = fp32_values.pair_of(weight)
-            if pair is None or weight.dtype not in HALF_TYPES or (pair.is_split and weight._version != version):
-                continue
-            is_old = fp32_values.fingerprint(weight) == mark.to(weight.device)
-            if pair.is_split:
-                pair.partner.mul_(is_old)
-                continue
-            # by .data: graphs that are there already may hold both
-            weight.data.copy_(torch.where(is_old, pair.partner, weight))
-            if trains:
-                ops.multi_tensor_refresh([weight], [pair.partner.data])
-            else:
-                self._marks.append((weight, version, torch.where(is_old, fp32_values.fingerprint(weight), mark)))
-
     def before_step(self, busy: Container[Tensor] = ()) -> None:
-        """As :meth:`before_forward`, and masters of weights without a gradient follow edits of the weights through ``.data``.
+        """As :meth:`synchronise`, and masters of weights without a gradient follow edits of the weights through ``.data``.
 
-        Such edits leave no other trace: those of a key encoder, say, that is moved after each iteration. Only pairs without a
-        gradient are compared, on the device.
+        Such edits leave no other trace: those of a key encoder, say, that is moved after each iteration. So pairs are compared,
+        on the device: before the first step all of them, for weights are written to after they were cast; later those without
+        a gradient.
 
         Args:
             busy: Weights whose gradient lies elsewhere.
         """
-        self.before_forward(trains=True)
+        self.synchronise()
         if not self.pairs:
             return
         found = zip(self._weights, attributes.gradients(self._weights), attributes.gradients(self._partners))
         idle = [weight for weight, here, there in found if here is None and there is None and weight not in busy]
-        if idle:
-            fp32_values.weights_win(idle)
+        compared, self._is_new = self._weights if self._is_new else idle, False
+        if compared:
+            fp32_values.weights_win(compared)
 
     # -- what the user says ------------------------------------------------------------------------------------------
 
@@ -357,28 +299,23 @@ class Masters:
         else:
             fp32_values.masters_win(self._chosen('master', tensors))
 
-    def _chosen(self, side: Literal['weight', 'master'], tensors: Iterable[Tensor] | None) -> list[Tensor]:
+    def _chosen(self, side: Literal['weight', 'master'], tensors: Iterable[Tensor] | None) -> list[nn.Parameter]:
         """The 16-bit weights of which somebody says that one side was edited."""
-        other, call = 'master' if side == 'weight' else 'weight', f'{side}s_changed'
-        own, others = (self._weights, self._partners) if side == 'weight' else (self._partners, self._weights)
-        found = fp32_values.paired(self._weights)
+        sides = {'weight': self._weights, 'master': self._partners}
+        own, other = sides.pop(side), *sides
         if tensors is None:
-            if self.kind == 'split':
-                raise AmpUsageError(
-                    f"{call}(None) with master_weights='split' would round every weight, edited or not: name those that were "
-                    f'edited, {call}([model.fc.weight]).'
-                )
-            unclear = [pair.name for weight, pair in found if pair.edited(weight) in (other, 'both')]
+            found = fp32_values.paired(self._weights)
+            unclear = [pair.name for weight, pair in found if pair.is_split or pair.edited(weight) in (other, 'both')]
             if unclear:
                 raise AmpUsageError(
-                    f'{call}() without names, but the {other}s of {some(unclear)} were written to as well, and that would be '
-                    f'lost: name what you edited, {call}([...]).'
+                    f'{side}s_changed() without names, but the {other}s of {some(unclear)} were written to as well, or are '
+                    f"split (master_weights='split'), and would be lost: name what you edited, {side}s_changed([...])."
                 )
-            return list(self._weights)
+            return self._weights
         given = set(map(id, tensors))
-        if given.intersection(map(id, others)):
+        if given.intersection(map(id, sides[other])):
             raise AmpUsageError(
-                f'{call}() was given a {other} (masters are in amp.master_params, weights in the model): call '
+                f'{side}s_changed() was given a {other} (masters are in amp.master_params, weights in the model): call '
                 f'{other}s_changed([...]) where that is what you edited, or name the {side}.'
             )
         return [weight for weight, tensor in zip(self._weights, own) if id(tensor) in given]

@@ -1,21 +1,15 @@
-"""The state of optimizers that step 16-bit weights: its types, and settings that 16-bit cannot hold."""
+"""The state of optimizers that step 16-bit weights, and its types."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import AmpAttachError
-from ..policy.levels import dtype_name
-from ..policy.nested import HALF_TYPES, parameters_of
-from ..policy.options import is_number
-
-logger = logging.getLogger('amp_wrapper')
+from ..policy.nested import parameters_of
 
 
 def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -39,28 +33,6 @@ def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor])
                 and key != 'step'
             ):
                 state[key] = value.to(parameter.dtype)
-
-
-def warn_of_lost_eps(optimizer: Optimizer, dtype: torch.dtype) -> None:
-    """float16 has no 1e-8: Adam's default eps is 0 there, and the first update divides by zero.
-
-    Args:
-        optimizer: Steps weights of type ``dtype`` without masters.
-        dtype: A 16-bit type.
-    """
-    lost = {
-        float(group['eps'])
-        for group in optimizer.param_groups
-        if is_number(group.get('eps'))
-        and group['eps'] > 0
-        and dtype in HALF_TYPES
-        and float(torch.tensor(group['eps'], dtype=dtype)) == 0
-    }
-    if lost:
-        logger.warning(
-            f'amp: {type(optimizer).__name__} steps {dtype_name(dtype)} weights without masters, and eps={min(lost):g} is 0 '
-            f'in that type: the weights will become NaN. Write eps=1e-4, or use O2.'
-        )
 
 
 def keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

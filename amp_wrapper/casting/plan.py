@@ -333,19 +333,10 @@ class CastHandle:
             for module in root.modules():
                 cast_module.take_off(module)
         for tensor in (*self.parameters.values(), *self._buffers):
-            exact = fp32_values.fp32_value(tensor)
-            if exact is None:
-                cast_in_place(tensor, torch.float32)
-            else:
-                grad, tensor.grad = tensor.grad, None
-                tensor.data = exact
-                tensor.grad = None if grad is None else grad.float()
-                fp32_values.unpair(tensor)
+            fp32_values.replace_data(tensor, fp32_values.fp32_value(tensor))
+            fp32_values.unpair(tensor)
 
 
 def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     """Cast a tensor and its gradient."""
-    grad, tensor.grad = tensor.grad, None
-    # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
-    tensor.data = tensor.data.to(dtype)
-    tensor.grad = None if grad is None else grad.to(dtype)
+    fp32_values.replace_data(tensor, tensor.data.to(dtype))

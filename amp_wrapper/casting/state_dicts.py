@@ -37,8 +37,7 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
                 f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '
                 f'small steps; call weights_changed() right after an edit that training is to take up at once.'
             )
-        exact = fp32_values.fp32_value(tensor)
-        state_dict[key] = tensor.detach().float() if exact is None else exact
+        state_dict[key] = fp32_values.fp32_value(tensor)
 
 
 @torch.no_grad()
@@ -54,25 +53,25 @@ def load(module: nn.Module, own: Callable[[], None], state_dict: Any, prefix: st
         state_dict: Its hooks may change the keys.
         prefix: Of the names of the module.
     """
-    before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module)}
+    before = [(name, tensor, tensor._version) for name, tensor in own_tensors(module)]
     own()
-    for name, now in list(own_tensors(module)):
-        old, version = before.get(name, (now, now._version))
-        if now is not old:
-            owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-            old.copy_(now)
-            owner[name] = old
+    after = dict(own_tensors(module))
+    for name, tensor, version in before:
+        now = after.get(name, tensor)
+        if now is not tensor:
+            tensor.copy_(now)
+            setattr(module, name, tensor)
         value = state_dict.get(prefix + name)
-        if old.dtype in HALF_TYPES and fp32_values.has_fp32_value(old) and _is_rounded(value, old):
-            fp32_values.write_fp32(old, value.to(old.device, torch.float32))
-        elif old._version != version:
+        if fp32_values.has_fp32_value(tensor) and _is_rounded(value, tensor):
+            fp32_values.write_fp32(tensor, value)
+        elif tensor._version != version:
             # newer than whatever was written to the weight or its master before
-            fp32_values.weights_win([old])
+            fp32_values.weights_win([tensor])
 
 
 def _is_rounded(value: Any, weight: Tensor) -> bool:
     """Whether a weight is a loaded value, rounded."""
-    if not isinstance(value, Tensor) or value.is_meta or value.shape != weight.shape:
+    if not isinstance(value, Tensor) or value.shape != weight.shape:
         return False
     rounded = value.to(weight.device, torch.float32).to(weight.dtype)
     return rounded.view(torch.int16).equal(weight.detach().view(torch.int16))
@@ -81,7 +80,5 @@ def _is_rounded(value: Any, weight: Tensor) -> bool:
 def become_fp32(mine: Tensor, theirs: Tensor) -> None:
     """Let a copied tensor take the FP32 value of its original, and keep its identity."""
     if mine.dtype in HALF_TYPES:
-        fp32_values.take_up_edits(theirs)
-        exact = fp32_values.fp32_value(theirs)
-        mine.data = theirs.detach().float() if exact is None else exact.clone()
+        mine.data = fp32_values.in_fp32(theirs).detach().clone()
         mine.grad = None

@@ -362,8 +362,7 @@ def _last(calls: Sequence[str], status: str) -> int:
 
 def _fp32(tensor: Tensor) -> Tensor:
     # found by the parameter itself, which no view of it is
-    exact = fp32_values.fp32_value(tensor) if tensor.dtype in (torch.float16, torch.bfloat16) else None
-    return _local(tensor if exact is None else exact).detach()
+    return _local(fp32_values.fp32_value(tensor) if tensor.dtype in HALF_TYPES else tensor).detach()
 
 
 def _local(tensor: Tensor) -> Tensor:

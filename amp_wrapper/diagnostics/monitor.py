@@ -219,10 +219,9 @@ def _masters_of(parts: EngineParts) -> list[Tensor]:
     """Copies of the FP32 values of 16-bit weights; of large models, of a part of the elements."""
     if not parts.policy.casts_model:
         return []
-    weights = [weight for weight in parts.weights() if weight.requires_grad]
     # shards are their own FP32 values
-    values = [weight.detach() if is_sharded(weight) else fp32_values.fp32_value(weight) for weight in weights]
-    found = [local([value])[0] for value in values if value is not None]
+    weights = [w for w in parts.weights() if w.requires_grad and (is_sharded(w) or fp32_values.has_fp32_value(w))]
+    found = local([w.detach() if is_sharded(w) else fp32_values.fp32_value(w) for w in weights])
     elements = sum(value.numel() for value in found)
     if not elements:
         return []

@@ -14,7 +14,7 @@ from .. import fsdp_internals, torch_internals
 from ..casting import cast_module, checks, roots
 from ..casting.masters import Masters
 from ..casting.modules import module_device
-from ..casting.optimizer_state import cast_state_to_parameters, warn_of_lost_eps
+from ..casting.optimizer_state import cast_state_to_parameters
 from ..casting.plan import CastHandle, CastPlan
 from ..casting.sharding import Sharding, shard
 from ..errors import AmpAttachError, AmpUsageError, some
@@ -222,12 +222,12 @@ def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
     policy = parts.policy
     if parts.optimizer is not None and policy.master_weights:
         kind: Literal['split', 'whole'] = 'split' if policy.split_masters else 'whole'
-        parts.params = Masters(parts.optimizer, plan.parameters, kind, policy.cast_model_type or torch.float32)
+        parts.params = Masters(parts.optimizer, plan.parameters, kind, policy.cast_model_type)
 
 
 def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
     """After the cast."""
-    optimizer, policy = parts.optimizer, parts.policy
+    optimizer = parts.optimizer
     parts.kept = plan.kept
     if plan.rounded and optimizer is not None and (parts.params.have_fp32_values or plan.raised):
         # of weights that are FP32 from now on, here or as masters
@@ -237,12 +237,9 @@ def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tens
     if parts.params.have_fp32_values:
         # the cast rounded each weight; copying again settles the version counters
         parts.params.write_weights()
-        parts.params.mark()
     elif optimizer is not None and not isinstance(optimizer, FusedOptimizer):
         # ours compute in FP32, and keep their state in the type they were given
         cast_state_to_parameters(optimizer, [*plan.parameters.values(), *shared_weights])
-        if plan.parameters and policy.verbosity >= 1 and policy.cast_model_type is not None:
-            warn_of_lost_eps(optimizer, policy.cast_model_type)
 
 
 def watch_buffers(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..casting import fp32_values
 from ..casting.cast_module import is_cast
+from ..casting.fp32_values import in_fp32
 from ..errors import AmpUsageError
 from ..policy.nested import HALF_TYPES
 from .buffers.living import averaging
@@ -35,46 +36,32 @@ class Fp32View:
 
     def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """As of the model, in FP32."""
-        yield from map(fp32, self._model.parameters(*args, **kwargs))
+        yield from map(in_fp32, self._model.parameters(*args, **kwargs))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of the model, in FP32."""
         for name, parameter in self._model.named_parameters(*args, **kwargs):
-            yield name, fp32(parameter)
+            yield name, in_fp32(parameter)
 
     def buffers(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         """As of the model, in FP32."""
-        yield from map(fp32, self._model.buffers(*args, **kwargs))
+        yield from map(in_fp32, self._model.buffers(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of the model, in FP32."""
         for name, buffer in self._model.named_buffers(*args, **kwargs):
-            yield name, fp32(buffer)
+            yield name, in_fp32(buffer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """As of the model, in FP32. No host read."""
         # keep_vars: the plain variables, without the warning that saving gives
         return {
-            name: fp32(value) if isinstance(value, Tensor) else value
+            name: in_fp32(value) if isinstance(value, Tensor) else value
             for name, value in self._model.state_dict(keep_vars=True).items()
         }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-def fp32(tensor: Tensor) -> Tensor:
-    """The FP32 value of a 16-bit tensor, detached; any other tensor itself. No host read.
-
-    Raises:
-        AmpUsageError: A weight and its master were both written to.
-    """
-    if tensor.dtype not in HALF_TYPES:
-        return tensor
-    # an edit that no step has seen yet belongs to the average too
-    fp32_values.take_up_edits(tensor)
-    exact = fp32_values.fp32_value(tensor)
-    return tensor.detach().float() if exact is None else exact
 
 
 def _reads_a_model(method: Callable[..., Any], attribute: str) -> Callable[..., Any]:
@@ -101,7 +88,7 @@ def _patch_parameter_lists(cls: Any) -> None:
         original_init(self, given, *args, **kwargs)
         for index, parameter in enumerate(given):
             if fp32_values.has_fp32_value(parameter):
-                self.shadow_params[index] = fp32(parameter).clone()
+                self.shadow_params[index] = in_fp32(parameter).clone()
 
     @functools.wraps(original_load)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -138,7 +125,7 @@ def _on_fp32_values(method: Callable[..., Any], writes: bool) -> Callable[..., A
                 f'{type(self).__name__} was made from the 16-bit weights of a model: such an average hardly moves. Make it '
                 f'again, from list(amp.master_params(optimizer)), or import its package before amp.initialize().'
             )
-        values = [fp32(parameter) if pair else parameter for parameter, pair in zip(given, paired)]
+        values = [in_fp32(parameter) if pair else parameter for parameter, pair in zip(given, paired)]
         result = method(self, values)
         if writes:
             for parameter, pair, value in zip(given, paired, values):

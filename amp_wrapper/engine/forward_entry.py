@@ -57,7 +57,7 @@ class FollowMasters:
         for reference in self.followed:
             masters = reference()
             if masters is not None:
-                masters.before_forward(trains=torch.is_grad_enabled())
+                masters.synchronise()
 
 
 def watch(roots: Iterable[nn.Module], masters: Masters) -> None:

@@ -120,8 +120,6 @@ class EngineParts:
         #: Whether the optimizer's own ``step`` runs, and what stands for its methods where somebody is in front of them.
         self.steps = False
         self.own_methods: Mapping[str, Callable[..., Any]] = {}
-        # group lengths, when masters were last looked for
-        self._lengths: list[int] = []
         if policy.enabled and optimizer is not None:
             roots.check_optimizer(optimizer)
             if policy.split_masters:
@@ -264,11 +262,8 @@ class EngineParts:
 
     def adopt_late(self) -> None:
         """Make masters for parameters that ``add_param_group`` has added, before a backward pass."""
-        if self.gradients.unscaled and self.params.have_fp32_values and self.optimizer is not None:
-            lengths = [len(group['params']) for group in self.optimizer.param_groups]
-            if lengths != self._lengths or self.params.has_unfrozen:
-                self._lengths = lengths
-                self.params.adopt()
+        if self.gradients.unscaled and self.params.have_fp32_values:
+            self.lists()
 
     def take_up(self, makes_room: bool) -> None:
         """Masters follow what happened to the gradients of their weights since the last backward pass.

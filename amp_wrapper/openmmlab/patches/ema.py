@@ -54,17 +54,13 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     waiting: dict[int, Tensor] = hook.__dict__.pop('_amp_exact_averages', {})
     kept: dict[int, Tensor] = {}
     for index, (mean, weight) in enumerate(zip(means, sources)):
-        # an edit of the weight has to reach the master first
-        fp32_values.take_up_edits(weight)
-        exact = fp32_values.fp32_value(weight)
-        before = mean.detach().clone()
-        mean.data.copy_(weight.data if exact is None else exact)
-        if exact is None:
+        pair, before = fp32_values.pair_of(weight), mean.detach().clone()
+        mean.data.copy_(fp32_values.in_fp32(weight))
+        if pair is None:
             weight.data.copy_(before)
         else:
             fp32_values.write_fp32(weight, before)
         # not every average can be split
-        pair = fp32_values.pair_of(weight)
         is_rounded = weight.dtype != mean.dtype if pair is None else pair.is_split
         if index in waiting:
             mean.data.copy_(waiting[index])
