@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_internals
 from ..compiler_internals import never_compiled
 from ..policy import said_once
 from ..policy.copies import Copies
@@ -82,10 +81,6 @@ def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, k
     device = _device(module, args, kwargs) if rule.sets_autocast else 'cpu'
     if copies is not None:
         args, kwargs = rule.cast(copies, args, kwargs)
-        if module._amp_link.is_new and _has_values():
-            module._amp_link.is_new = False
-            if copies.clamped():
-                said_once.warn_clamped(type(module).__name__, None, copies.target)
     if rule.opens or rule.sets_autocast:
         region.reach()
         if rule.is_model:
@@ -124,8 +119,3 @@ def _device(module: nn.Module, args: Any, kwargs: Any) -> str:
             if tensor is not None:
                 return tensor.device.type
     return region.device_of(itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs))))
-
-
-def _has_values() -> bool:
-    """Whether numbers of tensors can be read: not where a call is recorded or transformed."""
-    return not (torch.compiler.is_compiling() or torch_internals.in_function_transform(or_mode=True))

@@ -165,15 +165,15 @@ class CastPlan:
             for key, tensor in (*root.named_parameters(prefix=prefix), *root.named_buffers(prefix=prefix)):
                 names.setdefault(tensor, key)
         for module, role in self._roles.items():
-            # those of torch want buffers in the type of their input
-            is_own_code = not type(module).__module__.startswith('torch.nn.')
+            # which want statistics in the type of their input
+            is_norm = isinstance(module, torch_internals.BatchOrInstanceNorm)
             for _, tensor in own_tensors(module) if role is Role.CAST else ():
                 if tensor in stays or tensor.dtype not in CASTABLE:
                     continue
                 stays.add(tensor)
                 if isinstance(tensor, nn.Parameter):
                     (self.gathered if is_sharded(tensor) else self.parameters)[names[tensor]] = tensor
-                elif not (is_own_code and checks.is_too_fine(tensor, self.policy.cast_model_type)):
+                elif is_norm or not checks.is_too_fine(tensor, self.policy.cast_model_type):
                     self._buffers.append(tensor)
 
     def _find_raised(self) -> list[Tensor]:
@@ -218,10 +218,7 @@ class CastPlan:
             for tensor in (*self.parameters.values(), *self._buffers):
                 cast_in_place(tensor, policy.cast_model_type)
         for module, rule in rules.items():
-            link = cast_module.put(module, rule)
-            link.is_attached = True
-            # the first call looks for numbers beyond the range
-            link.is_new = rule.is_model and policy.casts_model and policy.verbosity >= 1
+            cast_module.put(module, rule).is_attached = True
             if rule.model.casts:
                 self._add_hooks(module)
         return CastHandle([root for _, root in self.roots], self.parameters, self._buffers)

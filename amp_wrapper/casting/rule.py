@@ -113,14 +113,12 @@ class Link:
         trains: Whether it is trained with 16-bit weights: deep copies are FP32 then.
         follower: Lets the weights of the whole model follow their masters, by ``before_call()`` where a call comes from
             outside of any region.
-        is_new: Whether the next call looks for numbers beyond the range.
         watchers: Those of :class:`.cast_module.Watcher`.
     """
 
     is_attached: bool = False
     trains: bool = False
     follower: Any = None
-    is_new: bool = False
     watchers: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[type[Link], tuple[()]]:

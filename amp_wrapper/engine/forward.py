@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..casting import region, roots
+from ..casting import region
 from ..casting.modules import module_device
 from ..compiler_internals import eager_block
-from ..errors import AmpError, AmpUsageError
+from ..errors import AmpUsageError
 from ..policy import said_once
 from .parts import EngineParts
 
@@ -47,21 +47,5 @@ def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
         # for models whose train_step does not call them
         with region.opened(kind, module_device(model).type, policy.autocast_dtype if policy.enabled else None):
             yield
-    except RuntimeError as error:
-        _explain(parts, error, model)
-        raise
     finally:
         said_once.speaks(before)
-
-
-def _explain(parts: EngineParts, error: RuntimeError, model: nn.Module) -> None:
-    """A module with weights that joined after the cast shows as an error about types."""
-    if isinstance(error, AmpError) or parts.casts is None or not parts.casts.casts:
-        return
-    new = [name for name, p in roots.unwrap(model).named_parameters() if id(p) not in parts.names]
-    if new:
-        raise AmpUsageError(
-            f'the model has parameters that it did not have when it was cast ({", ".join(new[:5])}): they are in '
-            f'FP32, without masters, and the optimizer may not know them. Call optim_wrapper.detach(), change the '
-            f'model, give its parameters to the optimizer, and attach again.'
-        ) from error

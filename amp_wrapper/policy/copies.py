@@ -89,15 +89,6 @@ class Copies:
                     original = given
         return original
 
-    def clamped(self) -> bool:
-        """Whether a tensor had finite numbers beyond the range of the type that are its largest in the copy. Syncs."""
-        limit = torch.finfo(self.target).max
-        return any(
-            bool((tensor.isfinite() & (tensor.abs() > limit) & made.isfinite()).any())
-            for tensor, made, _ in self._tensors.entries
-            if _is_dense(tensor) and not tensor.is_meta and tensor.dtype is not self.target
-        )
-
     def written(self) -> list[tuple[Tensor, Tensor]]:
         """What was written to since it was cast: (tensor, its copy)."""
         return [(tensor, made) for tensor, made, before in self._tensors.entries if _was_written(made, before)]

@@ -56,18 +56,17 @@ def warn_once(text: str, kind: str = '') -> bool:
     return True
 
 
-def warn_clamped(what: str, value: float | None, dtype: torch.dtype) -> None:
-    """Warn that something was given a number, or FP32 tensors with numbers, beyond the range of a 16-bit type.
+def warn_clamped(what: str, value: float, dtype: torch.dtype) -> None:
+    """Warn that a function was given a number beyond the range of a 16-bit type.
 
     Args:
-        what: The function, module or argument.
-        value: The number; None where it is not known without a look at the device.
+        what: The function.
+        value: The number.
         dtype: float16 or bfloat16.
     """
-    number = 'numbers' if value is None else f'{value:g}'
     name = str(dtype).removeprefix('torch.')
     warn_once(
-        f'{what} was given {number} beyond the range of {name}, and takes the largest that {name} has '
+        f'{what} was given {value:g} beyond the range of {name}, and takes the largest that {name} has '
         f'({torch.finfo(dtype).max:g}, with its sign) instead. Write torch.finfo(x.dtype).min in masks, where x is what is '
         f'masked, and .max for limits.',
         'beyond the range',

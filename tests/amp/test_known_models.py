@@ -287,17 +287,16 @@ def test_weights_beyond_the_range_are_refused_with_the_setting_that_helps() -> N
 
 
 @pytest.mark.parametrize('level', LEVELS)
-def test_buffers_beyond_the_range_are_warned_of(level: str, log: list[str]) -> None:
-    """A mask may become infinite, and a count may not; only somebody who knows the model can tell them apart."""
-    for door, verbosity, kept in itertools.product(['amp', 'wrapper'], [0, 1], [True, False]):
+def test_buffers_beyond_the_range_stay_finite(level: str) -> None:
+    for door in ('amp', 'wrapper'):
         net = model()
         net[0].register_buffer('count', torch.tensor([7e4, 1.0]))
         net[2].register_buffer('table', torch.tensor([65519.0, float('inf'), -float('inf'), float('nan')]))
         net[2].register_buffer('whole', torch.tensor([70000]))
         net[1].running_var.fill_(1e6)
-        log.clear()
-        take(net, stepping(net), level, door, verbosity=verbosity, keep_fp32=['BatchNorm1d', *(['0'] if kept else [])])
-        found = [line for line in log if 'beyond the range of float16' in line]
-        assert len(found) == (level in ('O2', 'O3') and not kept and verbosity == 1)
-        assert all('0.count' in line and "keep_fp32=['0']" in line for line in found)
-        assert not kept or net[0].count[0].item() == 7e4
+        take(net, stepping(net), level, door, keep_fp32=['BatchNorm1d'])
+        half = torch.float16 if level in ('O2', 'O3') else WEIGHT_TYPES.get(level, torch.float32)
+        assert net[2].table.dtype is half and net[0].count[0].item() == (
+            7e4 if level != 'O5' else torch.tensor(7e4).bfloat16()
+        )
+        assert net[2].whole.item() == 70000 and net[1].running_var.eq(1e6).all()

@@ -352,17 +352,14 @@ def test_name_that_no_forward_has_is_refused_before_anything_changes(door: str) 
 
 
 @pairs(level=CAST, door=DOORS)
-def test_masks_are_clamped_to_the_range_with_one_warning(level: str, door: str, log: list[str]) -> None:
+def test_masks_are_clamped_to_the_range(level: str, door: str) -> None:
     model = Weighs(lambda self, x, mask: x * self.weight)
     mask = torch.tensor([torch.finfo(F32).min, -1e9, 1e9, -torch.inf, torch.nan, 0.5])
-    call = prepared(model, level, door, verbosity=1)
-    for _ in range(3):
-        call(torch.ones(1, 4), mask)
+    prepared(model, level, door)(torch.ones(1, 4), mask)
     limit, seen = torch.finfo(HALF[level]).max, model.seen[1]
     expected = mask.clamp(-limit, limit).to(HALF[level])
     expected[3] = -torch.inf
     assert torch.equal(seen.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)) and seen[:2].isfinite().all()
-    assert len([line for line in log if 'beyond the range' in line]) == 1
 
 
 @pairs(level=CAST, compiled=[False, True], verbosity=[0, 1], table=[False, True])
@@ -439,13 +436,9 @@ BUFFERS: dict[str, tuple[Tensor, str]] = {
 }
 
 
-class Own(nn.Linear):
-    """Those of torch want their buffers in the type of their input."""
-
-
 @pairs(level=CAST, door=DOORS)
 def test_buffers_that_16_bits_cannot_hold_stay_as_they_are(level: str, door: str) -> None:
-    model = nn.Sequential(Own(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4))
     for name, (value, _) in BUFFERS.items():
         model[0].register_buffer(name, value.clone())
     prepared(model, level, door)(torch.ones(1, 4))
