@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..casting import cast_sessions, kernels, region
-from ..casting.functions import CallRule, call_by_rule, install, rules_of
+from ..casting import kernels, region
+from ..casting.functions import CallRule, Rules, call_by_rule, install, rules_of
 from ..errors import AmpConfigError, nearest
 from ..policy import lookup
 from ..policy.nested import tensors_in
@@ -27,6 +29,30 @@ _HALF = CallRule(torch.float16)
 _BFLOAT16 = CallRule(torch.bfloat16)
 _FLOAT = CallRule(torch.float32)
 _PROMOTE = CallRule(None)
+
+
+class CastModels:
+    """Counts the models that are alive at O1 and O4: decorated functions act outside of models then.
+
+    Attributes:
+        any: Whether there is one. torch.compile looks at it before it takes a graph, and not at how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.any = False
+        self._count = 0
+
+    def add(self, model: nn.Module) -> None:
+        """Count a model as long as it is alive."""
+        self._move(1)
+        weakref.finalize(model, self._move, -1)
+
+    def _move(self, by: int) -> None:
+        self._count += by
+        self.any = self._count > 0
+
+
+cast_models = CastModels()
 
 
 def half_function(function: _Function) -> _Function:
@@ -111,22 +137,21 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
         raise AmpConfigError(
             [f'{function!r} cannot be decorated: hand over a function; for a class, decorate its forward or apply.']
         )
-    is_method = _takes_self(function)
+    is_method, rules = _takes_self(function), Rules(rule)
 
     @functools.wraps(function)
     def by_rule(*args: Any, **kwargs: Any) -> Any:
-        skip = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
-        if region.casts_ops():
-            tensors = tensors_in((args[skip:], kwargs))
-            if any(region.autocast_is_on(tensor.device.type) for tensor in tensors):
-                return call_by_rule(rule, function, args, kwargs, skip)
-        if region.is_open() or region.is_suspended() or not cast_sessions.alive.any:
-            return function(*args, **kwargs)
+        call: Callable[..., Any] = function
+        if is_method and args and not isinstance(args[0], Tensor):
+            # tensors that it holds are no arguments
+            call, args = MethodType(function, args[0]), args[1:]
+        if region.is_open() or region.is_suspended() or not cast_models.any:
+            return rules.call(call, args, kwargs)
         install()
         region.reach()
-        kernels.install_tables(region.device_of(tensors_in((args[skip:], kwargs))))
+        kernels.install_tables(region.device_of(tensors_in((args, kwargs))))
         with region.spare(region.TABLES):
-            return call_by_rule(rule, function, args, kwargs, skip)
+            return call_by_rule(rule, call, args, kwargs)
 
     return by_rule  # type: ignore[return-value]
 

@@ -107,7 +107,6 @@ class AmpHandle(NoOpHandle):
         self._active = True
         self._wrapped = False
         self._casts = GlobalCasts(allow_banned)
-        self._casts.start()
 
     def is_active(self) -> bool:
         return self._active and not region.is_suspended()

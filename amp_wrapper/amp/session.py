@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import cast_sessions, checks, hugging_face, region
+from ..casting import checks, hugging_face, region
 from ..casting.sharding import Sharding
 from ..compiler_internals import is_called_by_compiled_code, untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
@@ -31,14 +31,12 @@ from ..errors import AmpAttachError, AmpUsageError, short
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
 from ..torch_internals import note_step
-from . import known_models, watches
+from . import functions, known_models, watches
 
 logger = logging.getLogger('amp_wrapper')
 
 _sessions: list[ReferenceType[Session]] = []
 _session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
-# model at O1 or O4 -> what says so to decorated functions
-_casting: WeakKeyDictionary[nn.Module, cast_sessions.CastSession] = WeakKeyDictionary()
 #: Optimizers that were initialised with ``enabled=False``.
 _disabled: WeakSet[Optimizer] = WeakSet()
 _NEVER = (
@@ -101,7 +99,7 @@ class Session:
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, stepped)
         if policy.autocast_dtype is not None:
             for model in models:
-                _casting[model] = cast_sessions.alive.add()
+                functions.cast_models.add(model)
         for optimizer, engine in zip(optimizers, self.engines):
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)

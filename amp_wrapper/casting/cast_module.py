@@ -178,7 +178,7 @@ def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         if region.is_open():
             if in_fp32:
-                return functions.call_in_fp32(functions.METHOD_OP, method, (self, *args), kwargs, 1)
+                return functions.call_in_fp32(functions.METHOD_OP, method, (self, *args), kwargs)
             return method(self, *args, **kwargs)
         if self._amp_link.follower is not None:
             self._amp_link.follower.before_call()

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import Library
 
 from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy import said_once
-from ..policy.autocast_lists import FLOAT32 as IN_FLOAT32
-from ..policy.autocast_lists import FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
+from ..policy.autocast_lists import FOLLOW, HALF, OP_RULES, PROMOTE, OpRule
+from ..policy.copies import Copies
 from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from . import listening, region
@@ -30,13 +30,12 @@ _PRODUCTS = """
     conv_transpose1d conv_transpose2d.input conv_transpose3d.input scaled_dot_product_attention
 """
 _WRITES = 'index_put index_copy index_add index_reduce masked_scatter put scatter.src scatter_add scatter_reduce.two'
-_ONLY_FLOAT32 = frozenset({torch.float32})
 
-
-def overload_of(name: str) -> Any:
-    """The overload of an op of torch by a name such as 'softmax.int'; None where this torch has none."""
-    packet, _, overload = name.partition('.')
-    return getattr(getattr(torch.ops.aten, packet, None), overload or 'default', None)
+# AutocastCPU is the lowest of the keys of autocast
+_below_autocast = torch_internals.keys_below('AutocastCPU')
+_below_regions = torch_internals.keys_below(region.KEY)
+#: By dispatch key; torch takes kernels out when their library dies.
+_libraries: dict[str, Library] = {}
 
 
 def overloads_of(name: str) -> list[Any]:
@@ -52,11 +51,104 @@ def overloads_of(name: str) -> list[Any]:
     return [] if packet is None else [getattr(packet, each) for each in packet.overloads() if 'out' not in each]
 
 
+def overload_of(name: str) -> Any:
+    """The overload of an op of torch by a name such as 'softmax.int'; None where this torch has none."""
+    packet, _, overload = name.partition('.')
+    return getattr(getattr(torch.ops.aten, packet, None), overload or 'default', None)
+
+
+def _put(key: str, overload: Any, kernel: Callable[..., Any], with_keyset: bool = True) -> None:
+    if key not in _libraries:
+        _libraries[key] = Library('aten', 'IMPL')  # type: ignore[no-untyped-call]
+    never_compiled(kernel, with_callees=True)
+    _libraries[key].impl(overload, kernel, key, with_keyset=with_keyset)  # type: ignore[no-untyped-call]
+
+
+# -- types -------------------------------------------------------------------------------------------------------------------
+
+
+def cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE) -> Any:
+    """One argument of an op in another type: a tensor, a list of tensors, or anything else as it is."""
+    if isinstance(value, Tensor):
+        return value if value.dtype is dtype or value.dtype not in sources else value.to(dtype)
+    # the weights of an RNN, the operands of einsum
+    return [cast(item, dtype, sources) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The type in which tensors of unlike types meet, where none of them says in which."""
+    types = {tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE}
+    return types.pop() if len(types) == 1 else torch.float32
+
+
+def half_of(operands: Iterable[Any]) -> torch.dtype | None:
+    """The 16-bit type in which operands of unlike types meet; None where their types agree, or none of two is 16-bit."""
+    first: torch.dtype | None = None
+    for value in operands:
+        if isinstance(value, Tensor) and value.dtype is not first:
+            if first is not None:
+                return first if first in HALF_TYPES else value.dtype if value.dtype in HALF_TYPES else None
+            first = value.dtype
+    return None
+
+
+# -- FP32 --------------------------------------------------------------------------------------------------------------------
+
+
+def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
+    """Whether any of the tensors has a type that ``op`` avoids."""
+    return any(tensor.dtype in op.types for tensor in tensors)
+
+
+def call_in_fp32(op: Fp32Op, function: Any, run: Any, args: Any, kwargs: Any, copies: Copies | None = None) -> Any:
+    """Call a function by an entry of the registry, in FP32 where it would compute in a type that the entry avoids.
+
+    Args:
+        op: Says which types to avoid, and what becomes of the result.
+        function: For a listener.
+        run: Calls it.
+        args: Its arguments. Those that ask for 16-bit tensors ask for FP32 ones.
+        kwargs: The same.
+        copies: Cast the arguments, and let what is written to them reach the caller's; by default nothing writes.
+
+    Returns:
+        The result, floating tensors in the type that ``op.output`` asks for.
+    """
+    tensors = tensors_in((args, kwargs))
+    # what is handed a module may find its tensors there
+    on = _autocast_devices(
+        op, tensors or [w for each in args if isinstance(each, nn.Module) for w in each.parameters()]
+    )
+    narrow = is_narrow(op, tensors)
+    if narrow:
+        if op.warning and tensors[0].dtype in HALF_TYPES:
+            said_once.warn_once(op.warning)
+        args = [_in_fp32(value, copies) for value in args]
+        kwargs = {name: _in_fp32(value, copies) for name, value in kwargs.items()}
+    with listening.told(op, function), region.without_autocast(on):
+        result = run(*args, **kwargs)
+    if not narrow:
+        return result
+    if copies is not None:
+        result = copies.write_back(result)
+    types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
+    stays = op.output == FLOAT32 or (op.output == MODEL and on)
+    return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], frozenset({torch.float32}))
+
+
+def _in_fp32(value: Any, copies: Copies | None) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in HALF_TYPES else value
+    return cast(value, torch.float32, HALF_TYPES) if copies is None else copies.cast(value)
+
+
+def _autocast_devices(op: Fp32Op, tensors: Iterable[Tensor]) -> list[str]:
+    """The devices of the tensors for which autocast is on, with a type that ``op`` avoids."""
+    devices = dict.fromkeys(tensor.device.type for tensor in tensors)
+    return [d for d in devices if region.autocast_is_on(d) and torch.get_autocast_dtype(d) in op.types]
+
+
 # -- in regions --------------------------------------------------------------------------------------------------------------
-
-
-#: AutocastCPU is the lowest of the keys of autocast.
-_below_autocast = torch_internals.keys_below('AutocastCPU')
 
 
 class _SpareKernel:
@@ -73,87 +165,28 @@ class _SpareKernel:
         self.follows = False
         self.clamps = False
         self._overload = overload
-        self._below = torch_internals.keys_below(region.KEY)
+        # where nothing is written in place, O1 and O4 promote
+        self._in_place = overload.overloadpacket.__name__.endswith('_')
 
     def run(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Is called by the dispatcher, with the dispatch keys and the arguments of a call."""
         if self.clamps:
-            args, kwargs = in_range(self._overload, args, kwargs)
-        if self.follows and not region.casts_ops() and args[0].dtype in CASTABLE:
-            args = (args[0], *(_cast(value, args[0].dtype) for value in args[1:]))
+            args, kwargs = _in_range(self._overload, args, kwargs)
+        # torch refuses other types where integers or float64 are written
+        if self.follows and args[0].dtype in CASTABLE and (self._in_place or not region.casts_ops()):
+            args = (args[0], *(cast(value, args[0].dtype) for value in args[1:]))
         if self.op is None:
-            return self._overload.redispatch(keys & self._below, *args, **kwargs)
-        return self._in_fp32(self.op, keys, args, kwargs)
-
-    def _in_fp32(self, op: Fp32Op, keys: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_in((args, kwargs))
-        narrow = is_narrow(op, tensors)
-        if narrow:
-            warn(op, tensors)
-            args, kwargs = cast_tensors((args, kwargs), torch.float32, HALF_TYPES)
-            kwargs = {name: torch.float32 if value in HALF_TYPES else value for name, value in kwargs.items()}
-        on = autocast_devices(op, tensors)
+            return self._overload.redispatch(keys & _below_regions, *args, **kwargs)
         # the keys of this call have those of autocast, whatever is turned off
-        keys &= _below_autocast if on else self._below
-        with AutocastOff(on), listening.told(op, self._overload):
-            result = self._overload.redispatch(keys, *args, **kwargs)
-        return narrowed(op, tensors, result, bool(on)) if narrow else result
-
-
-class AutocastOff:
-    """Inside, autocast is off for some devices, for which it is on around it. No new block: copies of weights stay."""
-
-    __slots__ = ('_devices',)
-
-    def __init__(self, devices: Iterable[str]) -> None:
-        self._devices = devices
-
-    def __enter__(self) -> None:
-        for device in self._devices:
-            torch.set_autocast_enabled(device, False)
-
-    def __exit__(self, *_: object) -> None:
-        for device in self._devices:
-            torch.set_autocast_enabled(device, True)
-
-
-_libraries: dict[str, Library] = {}
-_spare: dict[Any, _SpareKernel] = {}
-
-
-def _spare_kernel(overload: Any) -> _SpareKernel:
-    if overload not in _spare:
-        kernel = _spare[overload] = _SpareKernel(overload)
-        never_compiled(kernel.run, with_callees=True)
-        _library(region.KEY).impl(overload, kernel.run, region.KEY, with_keyset=True)  # type: ignore[no-untyped-call]
-    return _spare[overload]
-
-
-def _library(key: str) -> Library:
-    """That of a dispatch key; torch takes kernels out when their library dies."""
-    if key not in _libraries:
-        _libraries[key] = Library('aten', 'IMPL')  # type: ignore[no-untyped-call]
-    return _libraries[key]
+        run = functools.partial(self._overload.redispatch, keys & _below_autocast)
+        return call_in_fp32(self.op, self._overload, run, args, kwargs)
 
 
 @functools.cache
-def install_registry() -> None:
-    """Put the kernels of regions in place; once in a process."""
-    region.reach()
-    for name in RANGE_OPS.split():
-        for overload in overloads_of(name):
-            # what torch makes relu of takes a number that fits
-            if overload not in (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default):
-                _spare_kernel(overload).clamps = True
-    follow = [rule.op for rule in OP_RULES.values() if rule.rule == FOLLOW]
-    for name in (*follow, *_WRITES.split()):
-        overload = overload_of(name)
-        if overload is not None:
-            _spare_kernel(overload).follows = True
-    for name in _PRODUCTS.split():
-        overload = overload_of(name)
-        if overload is not None:
-            _library(region.OPERANDS_KEY).impl(overload, _product(overload), region.OPERANDS_KEY)  # type: ignore[no-untyped-call]
+def _spare_kernel(overload: Any) -> _SpareKernel:
+    kernel = _SpareKernel(overload)
+    _put(region.KEY, overload, kernel.run)
+    return kernel
 
 
 def add(op: Fp32Op) -> bool:
@@ -164,65 +197,41 @@ def add(op: Fp32Op) -> bool:
     return bool(overloads)
 
 
-def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
-    """Whether any of the tensors has a type that ``op`` avoids."""
-    return any(tensor.dtype in op.types for tensor in tensors)
+def install() -> None:
+    """Put the kernels of regions in place, but for those of the registry."""
+    region.reach()
+    for name in RANGE_OPS.split():
+        for overload in overloads_of(name):
+            # what torch makes relu of takes a number that fits
+            if overload not in (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default):
+                _spare_kernel(overload).clamps = True
+    for name in (*_WRITES.split(), *(rule.op for rule in OP_RULES.values() if rule.rule == FOLLOW)):
+        if (overload := overload_of(name)) is not None:
+            _spare_kernel(overload).follows = True
+    for name in _PRODUCTS.split():
+        if (overload := overload_of(name)) is not None:
+            _put(region.OPERANDS_KEY, overload, _product(overload), with_keyset=False)
 
 
-def warn(op: Fp32Op, tensors: list[Tensor]) -> None:
-    """Give the warning of ``op``, if it has one, where the first tensor is 16-bit."""
-    if op.warning and tensors[0].dtype in HALF_TYPES:
-        said_once.warn_once(op.warning)
-
-
-def autocast_devices(op: Fp32Op, tensors: Iterable[Tensor]) -> list[str]:
-    """The devices of the tensors for which autocast is on, with a type that ``op`` avoids."""
-    devices = dict.fromkeys(tensor.device.type for tensor in tensors)
-    return [d for d in devices if region.autocast_is_on(d) and torch.get_autocast_dtype(d) in op.types]
-
-
-def narrowed(op: Fp32Op, tensors: Iterable[Tensor], result: Any, under_autocast: bool) -> Any:
-    """The FP32 result of a call in the type that the rule of its entry asks for.
-
-    Args:
-        op: The entry.
-        tensors: What the call was handed.
-        result: Its result.
-        under_autocast: Whether autocast was on around it.
-    """
-    types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
-    stays = op.output == FLOAT32 or (op.output == MODEL and under_autocast)
-    return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _ONLY_FLOAT32)
-
-
-def in_range(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Finite numbers among the arguments that the 16-bit type of a call cannot hold become its largest.
-
-    Args:
-        op: The overload, for the warning.
-        args: Tensors of one number have no say in the type of the result.
-        kwargs: The same.
-    """
+def _in_range(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Finite numbers among the arguments that the 16-bit type of a call cannot hold become its largest."""
     values = (*args, *kwargs.values())
+    # tensors of one number have no say in the type of the result
     types = [v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
     dtype = kwargs.get('dtype') or (types[0] if types else None)
     if dtype not in HALF_TYPES:
         return args, kwargs
     limit = torch.finfo(dtype).max
-    beyond = next((value for value in values if _is_beyond(value, limit)), None)
-    if beyond is not None:
-        said_once.warn_clamped(op.overloadpacket.__name__, beyond, dtype)
-    return tuple(_limited(v, limit) for v in args), {name: _limited(v, limit) for name, v in kwargs.items()}
 
+    def limited(value: Any) -> Any:
+        if isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.float32, torch.float64):
+            return torch.where(value.isinf(), value, value.clamp(-limit, limit))
+        if type(value) in (int, float) and limit < abs(value) < math.inf:
+            said_once.warn_clamped(op.overloadpacket.__name__, value, dtype)
+            return math.copysign(limit, value)
+        return value
 
-def _is_beyond(value: Any, limit: float) -> bool:
-    return type(value) in (int, float) and limit < abs(value) < math.inf
-
-
-def _limited(value: Any, limit: float) -> Any:
-    if isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.float32, torch.float64):
-        return torch.where(value.isinf(), value, value.clamp(-limit, limit))
-    return math.copysign(limit, value) if _is_beyond(value, limit) else value
+    return tuple(map(limited, args)), {name: limited(value) for name, value in kwargs.items()}
 
 
 def _product(overload: Any) -> Callable[..., Any]:
@@ -236,38 +245,22 @@ def _product(overload: Any) -> Callable[..., Any]:
         try:
             # a mask of attention, the fourth argument, may be FP32
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:3]
-            dtype = _half_of(given)
+            dtype = half_of(given)
             if dtype is None:
                 return run(*args, **kwargs)
-            operands = [_cast(value, dtype) for value in given]
+            operands = cast(given, dtype)
             return run(operands) if given is args[0] else run(*operands, *args[3:], **kwargs)
         finally:
             include(True)
 
-    never_compiled(kernel, with_callees=True)
     return kernel
-
-
-def _half_of(operands: Iterable[Any]) -> torch.dtype | None:
-    """The 16-bit type among operands of unlike types; None where their types agree."""
-    first: torch.dtype | None = None
-    for value in operands:
-        if isinstance(value, Tensor) and value.dtype is not first:
-            if first is not None:
-                return first if first in HALF_TYPES else value.dtype if value.dtype in HALF_TYPES else None
-            first = value.dtype
-    return None
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.dtype in CASTABLE else value
 
 
 def _without_schema(op: Any) -> Callable[..., Any]:
     """The function of ``torch`` for an op, which reads its arguments faster than the op itself; the op where there is none."""
     name = op.overloadpacket.__name__
     # the binding refuses None among indices, which slices before a tensor become
-    found = None if name.startswith('index_put') else torch_internals.variable_function(name)
+    found = None if name == 'index_put' else torch_internals.variable_function(name)
     return op if found is None else found
 
 
@@ -280,64 +273,38 @@ def install_tables(device: str) -> bool:
 
     They act in regions with tables alone. Does nothing for types of devices without autocast. What it returns means nothing.
     """
-    key = _KEYS.get(device)
-    if key is not None and key not in _libraries:
+    key = _KEYS.get(device, '')
+    if key and key not in _libraries:
         for rule in missing(device):
             overload = overload_of(rule.op)
-            kernel = _by_rule(overload, rule, device, torch_internals.keys_below(key))
-            _library(key).impl(overload, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+            _put(key, overload, _by_rule(overload, rule, device, torch_internals.keys_below(key)))
     return True
 
 
 def missing(device: str) -> Iterator[OpRule]:
-    """The rules whose ops this torch has and its own list for the device lacks."""
+    """The rules whose ops this torch has and its own list for the device lacks. Those that follow act in every region."""
     for rule in OP_RULES.values():
-        wanted = overload_of(rule.op) is not None and (device == 'cpu' or not rule.cpu_only)
+        wanted = rule.rule != FOLLOW and overload_of(rule.op) is not None and (device == 'cpu' or not rule.cpu_only)
         if wanted and not torch_internals.has_kernel(f'aten::{rule.op}', _KEYS[device]):
             yield rule
 
 
 def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[..., Any]:
     run = _without_schema(overload)
-    fixed = torch.float32 if rule.rule in (IN_FLOAT32, WRITE) else None
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # a call may say by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys. What is
-        # written into integers, or into float64, stays what it is: torch refuses other types there
-        follows_other = rule.rule == FOLLOW and args[0].dtype not in CASTABLE
-        if follows_other or kwargs.get('dtype') is not None or not region.casts_ops():
+        # a call may say by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys
+        if kwargs.get('dtype') is not None or not region.casts_ops():
             return overload.redispatch(keys & below, *args, **kwargs)
-        target = fixed or _target(rule, device, args, kwargs)
-        new = [_to(value, target, device) for value in args]
-        words = {name: _to(value, target, device) for name, value in kwargs.items()} if kwargs else kwargs
+        target = torch.float32
+        if rule.rule == HALF:
+            target = torch.get_autocast_dtype(device)
+        elif rule.rule == PROMOTE:
+            target = widest(tensors_in((args, kwargs)))
+        new = [cast(value, target) for value in args]
+        words = {name: cast(value, target) for name, value in kwargs.items()} if kwargs else kwargs
         # composite ops call others, which have to see what the outer one was given
-        torch.set_autocast_enabled(device, False)
-        try:
-            with listening.told(rule, overload):
-                result = run(*new, **words)
-            return args[0].copy_(result) if rule.rule == WRITE and new[0] is not args[0] else result
-        finally:
-            torch.set_autocast_enabled(device, True)
+        with region.without_autocast((device,)), listening.told(rule, overload):
+            return run(*new, **words)
 
-    never_compiled(kernel, with_callees=True)
     return kernel
-
-
-def _to(value: Any, dtype: torch.dtype, device: str) -> Any:
-    if isinstance(value, Tensor):
-        is_other = value.dtype is not dtype and value.dtype in CASTABLE and value.device.type == device
-        return value.to(dtype) if is_other else value
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        # the weights of an RNN, the operands of einsum
-        return [_to(item, dtype, device) for item in value]
-    return value
-
-
-def _target(rule: OpRule, device: str, args: Any, kwargs: Any) -> torch.dtype:
-    if rule.rule == HALF:
-        return torch.get_autocast_dtype(device)
-    if rule.rule == PROMOTE:
-        types = {t.dtype for t in tensors_in((args, kwargs)) if t.dtype in CASTABLE and t.device.type == device}
-        return types.pop() if len(types) == 1 else torch.float32
-    written: torch.dtype = args[0].dtype
-    return written

@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
+#: Makes a block around a call, of the rule by which its arguments are cast (an ``Fp32Op``, an ``OpRule`` or a ``CallRule``) and
+#: of what is called. It is told of calls on every thread.
+Listener = Callable[[Any, Any], AbstractContextManager[None]]
 
-class Listener(Protocol):
-    """Is told of calls on every thread, and asks by itself on which."""
-
-    def enters(self, rule: Any, function: Any) -> None:
-        """A call begins.
-
-        Args:
-            rule: By which its arguments are cast: an ``Fp32Op``, an ``OpRule`` or a ``CallRule``.
-            function: What is called.
-        """
-
-    def leaves(self) -> None:
-        """The innermost call ends."""
-
-
-listener: Listener | None = None
-_NOTHING = nullcontext()
+_listener: Listener | None = None
 
 
 def told(rule: Any, function: Any) -> AbstractContextManager[None]:
     """A block in which the listener, if there is one, knows of a call."""
-    return _NOTHING if listener is None else _told(listener, rule, function)
-
-
-@contextmanager
-def _told(who: Listener, rule: Any, function: Any) -> Iterator[None]:
-    who.enters(rule, function)
-    try:
-        yield
-    finally:
-        who.leaves()
+    return nullcontext() if _listener is None else _listener(rule, function)
 
 
 @contextmanager
 def listening(by: Listener) -> Iterator[None]:
     """Inside, ``by`` is told; whoever listened before is not."""
-    global listener
-    before, listener = listener, by
+    global _listener
+    before, _listener = _listener, by
     try:
         yield
     finally:
-        listener = before
+        _listener = before

@@ -13,35 +13,27 @@ from ..policy import copies
 from . import region
 
 
-class Segment:
-    """A function that finds, wherever it is called, the region in which it was made.
+def _in_its_region(segment: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that finds, wherever it is called, the region in which this one was called."""
+    states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in region.KINDS]
+    originals: list[Any] = []
 
-    Args:
-        function: The segment.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._blocks = [
-            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            for device in (region.SPARE, region.OPERANDS_SPARE, region.SUSPENDED_SPARE)
-        ]
-        self._originals: list[Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         region.reach()
-        if self._originals is None:
-            self._originals = [copies.original_of(value) for value in args]
-        for value, original in zip(args, self._originals):
+        if not originals:
+            originals.extend(copies.original_of(value) for value in args)
+        for value, original in zip(args, originals):
             # it runs again with detached arguments
             if original is not None and original is not value:
                 copies.keep_original(value, original)
-        spare, operands, suspended = (torch.autocast(name, dtype=dtype, enabled=on) for name, dtype, on in self._blocks)
+        spare, operands, suspended = (torch.autocast(kind, dtype=dtype, enabled=on) for kind, dtype, on in states)
         with spare, operands, suspended:
-            return self._function(*args, **kwargs)
+            return segment(*args, **kwargs)
+
+    return run
 
 
 @functools.cache
 def install() -> None:
-    """Put :class:`Segment` into torch's checkpointing, once in a process."""
-    torch_internals.wrap_segments(Segment)
+    """Let what is checkpointed find its region; once in a process."""
+    torch_internals.wrap_segments(_in_its_region)

@@ -13,8 +13,8 @@ And 'xla' is on in ``disable_casts()``. ``torch.compile`` compares types of what
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..compiler_internals import constant_when_traced
 from ..errors import AmpAttachError
 
 #: The kinds of device, and the dispatch keys of two of them.
-SPARE, OPERANDS_SPARE, SUSPENDED_SPARE = 'ipu', 'hpu', 'xla'
+KINDS = SPARE, OPERANDS_SPARE, SUSPENDED_SPARE = 'ipu', 'hpu', 'xla'
 KEY, OPERANDS_KEY = 'AutocastIPU', 'AutocastHPU'
 #: What a region lets act: nothing, so that casts of others end; the registry; the registry and unlike operands; the registry
 #: and the tables. :data:`AS_AROUND` opens none.
@@ -42,37 +42,33 @@ class _Around:
     the autocast of all kinds of devices by itself.
     """
 
-    def __init__(self) -> None:
-        self.state = 0
-        self._listens = False
-
-    def listen(self) -> None:
-        """Follow what is open, and let ops of the thread come to the keys, once anything may be compiled."""
-        if not self._listens and compiler_internals.is_loaded():
-            self._listens = True
-            compiler_internals.before_compiled_calls(self._note)
-
-    def _note(self) -> None:
-        for include in _reaches:
-            include(True)
-        on = (casts_ops(), is_open(), torch.is_autocast_enabled(OPERANDS_SPARE), is_suspended())
-        self.state = sum(2**place for place, is_on in enumerate(on) if is_on)
+    state = 0
 
 
 _around = _Around()
 
 
+def _note() -> None:
+    """Before each call of what is compiled, on any thread."""
+    for include in _reaches:
+        include(True)
+    _around.state = casts_ops() + 2 * is_open() + 4 * torch.is_autocast_enabled(OPERANDS_SPARE) + 8 * is_suspended()
+
+
 @functools.cache
-def _prepare() -> None:
-    for key in (KEY, OPERANDS_KEY):
+def _prepare(may_compile: bool) -> None:
+    for key in () if may_compile else (KEY, OPERANDS_KEY):
         torch_internals.fall_through(key)
+    if may_compile:
+        compiler_internals.before_compiled_calls(_note)
 
 
 @constant_when_traced
 def reach() -> bool:
     """Let ops of this thread come to the keys; outside of regions they are excluded. What it returns means nothing."""
-    _prepare()
-    _around.listen()
+    _prepare(False)
+    if compiler_internals.is_loaded():
+        _prepare(True)
     for include in _reaches:
         include(True)
     return True
@@ -156,24 +152,44 @@ def _check_bfloat16(device: str, dtype: torch.dtype) -> bool:
     return True
 
 
+class _WithoutAutocast:
+    """No block of torch's: copies of weights stay."""
+
+    __slots__ = ('_devices',)
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        for device in self._devices:
+            torch.set_autocast_enabled(device, False)
+
+    def __exit__(self, *_: object) -> None:
+        for device in self._devices:
+            torch.set_autocast_enabled(device, True)
+
+
+def without_autocast(devices: Sequence[str]) -> AbstractContextManager[None]:
+    """A block in which autocast is off for some types of devices, for which it is on around it."""
+    if torch.compiler.is_dynamo_compiling():
+        return autocast(devices[0], None) if devices else nullcontext()
+    return _WithoutAutocast(devices)
+
+
 @contextmanager
 def opened(kind: str, device: str = 'cpu', dtype: torch.dtype | None = None) -> Iterator[None]:
     """A region around a block, with autocast of ``dtype`` for a device; None leaves autocast as it is around."""
     reach()
-    with ExitStack() as stack:
-        stack.enter_context(spare(kind))
-        stack.enter_context(operands(kind))
-        if dtype is not None:
-            stack.enter_context(autocast(device, dtype))
+    with spare(kind), operands(kind), nullcontext() if dtype is None else autocast(device, dtype):
         yield
 
 
 @contextmanager
 def outside() -> Iterator[None]:
     """Inside, on this thread, no region is open, and casts are not suspended."""
-    with torch.autocast(SPARE, enabled=False), torch.autocast(OPERANDS_SPARE, enabled=False):
-        with torch.autocast(SUSPENDED_SPARE, enabled=False):
-            yield
+    spare, operands, suspended = (torch.autocast(kind, enabled=False) for kind in KINDS)
+    with spare, operands, suspended:
+        yield
 
 
 @contextmanager

@@ -226,7 +226,7 @@ class ModuleRecorder:
         self._is_forward = True
         try:
             with ExitStack() as stack:
-                stack.enter_context(listening.listening(self))
+                stack.enter_context(listening.listening(self._listen))
                 stack.enter_context(_Functions(self))
                 stack.enter_context(_Ops(self))
                 yield
@@ -236,15 +236,17 @@ class ModuleRecorder:
 
     # -- the listener of rules ------------------------------------------------------------------------------------------
 
-    def enters(self, rule: Any, function: Any) -> None:
-        """A call by a rule begins."""
-        if threading.get_ident() == self._thread:
+    @contextmanager
+    def _listen(self, rule: Any, function: Any) -> Iterator[None]:
+        """A call by a rule, on any thread."""
+        is_mine = threading.get_ident() == self._thread
+        if is_mine:
             self._told.append((rule, function))
-
-    def leaves(self) -> None:
-        """It ends."""
-        if threading.get_ident() == self._thread:
-            self._told.pop()
+        try:
+            yield
+        finally:
+            if is_mine:
+                self._told.pop()
 
     # -- ops ------------------------------------------------------------------------------------------------------------
 

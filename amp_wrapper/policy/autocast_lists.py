@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from types import MappingProxyType
 
-#: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, float32 whose result is
-#: rounded into the argument that is written to, and the type of that argument.
-HALF, FLOAT32, PROMOTE, WRITE, FOLLOW = 'half', 'float32', 'promote', 'write', 'follow'
+#: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, and the type of the argument
+#: that is written to. What torch computes in place from one 16-bit tensor, it computes in float32 and rounds once.
+HALF, FLOAT32, PROMOTE, FOLLOW = 'half', 'float32', 'promote', 'follow'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class OpRule:
 
     Attributes:
         op: Name and overload in the dispatcher, such as 'softmax.int' or 'exp'.
-        rule: 'half', 'float32', 'promote', 'write' or 'follow'.
+        rule: 'half', 'float32', 'promote' or 'follow'.
         reason: Why.
         cpu_only: Whether other devices reach it by an op that their own lists have.
     """
@@ -81,12 +81,6 @@ _TABLE: dict[str, dict[str, str]] = {
         'refuses to write another type than that of its argument': """
             addbmm_ addmm_ addmv_ addr_ baddbmm_ index_add_ index_copy_ index_put_ index_reduce_ lerp_.Scalar lerp_.Tensor
             masked_scatter_ put_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two
-        """,
-    },
-    WRITE: {
-        'writes into its argument what is computed in float32': """
-            acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ pow_.Scalar pow_.Tensor
-            cumprod_ cumsum_ renorm_
         """,
     },
 }
