@@ -95,7 +95,7 @@ class Session:
         self.casts = attach_together(self.engines, models, policy, sharding)
         for engine in self.engines:
             take_over(engine.parts, theirs)
-        hugging_face.watch(models)
+        hugging_face.watch()
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, stepped)
         if policy.autocast_dtype is not None:
             for model in models:

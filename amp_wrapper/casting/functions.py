@@ -19,7 +19,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled
@@ -147,8 +147,6 @@ def add(op: Fp32Op, model: nn.Module | None = None) -> None:
         value = bound
     if is_function_class(value):
         _rules_of_class(value).add(op, model)
-    elif op.name == 'torch.Tensor.numpy':
-        _replace_numpy()
     # with a warning is what torch refuses under the autocast of a GPU, whose kernels come first
     elif not is_module_class(value) and (
         model is not None or not kernels.add(op) or (op.warning and isinstance(value, FunctionType))
@@ -172,9 +170,7 @@ def look_around() -> bool:
     if now != _modules:
         with _lock:
             _modules = now
-            waiting = dict(_waiting)
-            _waiting.clear()
-            for op in waiting.values():
+            for op in [_waiting.pop(name) for name in list(_waiting)]:
                 add(op)
     return True
 
@@ -234,6 +230,7 @@ def _replace_attribute(holder: Any, name: str, rules: Rules) -> None:
         return rules.call(value, args, kwargs)
 
     setattr(call, _RULES, rules)
+    never_compiled(call, with_callees=True)
     # the original's own name may be that of a private class, by which pickle does not find this one
     if isinstance(holder, type):
         call.__module__, call.__qualname__ = holder.__module__, f'{holder.__qualname__}.{name}'
@@ -246,19 +243,6 @@ def _replace_attribute(holder: Any, name: str, rules: Rules) -> None:
         if isinstance(space, dict) and not str(space.get('__name__')).startswith('torch._C.'):
             for key in [key for key, each in space.items() if each is value]:
                 setattr(module, key, call)
-
-
-@functools.cache
-def _replace_numpy() -> None:
-    """Let arrays of 16-bit tensors be FP32 in regions. Graphs make arrays by this method: it is never part of one."""
-    numpy = Tensor.numpy
-
-    @functools.wraps(numpy)
-    def wide(self: Tensor, **options: Any) -> Any:
-        return numpy(self.float() if region.is_open() and self.dtype in HALF_TYPES else self, **options)
-
-    never_compiled(wide, with_callees=True)
-    Tensor.numpy = wide  # type: ignore[method-assign, assignment]
 
 
 # -- autograd Functions ------------------------------------------------------------------------------------------------------

@@ -82,14 +82,9 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def half_of(operands: Iterable[Any]) -> torch.dtype | None:
-    """The 16-bit type in which operands of unlike types meet; None where their types agree, or none of two is 16-bit."""
-    first: torch.dtype | None = None
-    for value in operands:
-        if isinstance(value, Tensor) and value.dtype is not first:
-            if first is not None:
-                return first if first in HALF_TYPES else value.dtype if value.dtype in HALF_TYPES else None
-            first = value.dtype
-    return None
+    """The 16-bit type in which operands of unlike types meet; None where their types agree, or none is 16-bit."""
+    types = dict.fromkeys(value.dtype for value in operands if isinstance(value, Tensor))
+    return None if len(types) < 2 else next((dtype for dtype in types if dtype in HALF_TYPES), None)
 
 
 # -- FP32 --------------------------------------------------------------------------------------------------------------------

@@ -26,12 +26,8 @@ def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor])
         state = optimizer.state.get(parameter) or {}
         for key, value in state.items():
             # counters and running products keep their type; only what has an entry per element follows the parameter
-            if (
-                isinstance(value, Tensor)
-                and value.is_floating_point()
-                and value.shape == parameter.shape
-                and key != 'step'
-            ):
+            is_moment = isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+            if is_moment and key != 'step':
                 state[key] = value.to(parameter.dtype)
 
 
@@ -44,12 +40,12 @@ def keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """
     keys = [key for group in saved['param_groups'] for key in group['params']]
     for key, parameter in zip(keys, parameters_of(optimizer)):
+        # ZeroRedundancyOptimizer has None for what other ranks step
+        state = optimizer.state.get(parameter) or {}
         for name, value in saved['state'].get(key, {}).items():
-            if isinstance(value, Tensor) and value.shape != parameter.shape:
-                # ZeroRedundancyOptimizer has None for what other ranks step
-                loaded = (optimizer.state.get(parameter) or {}).get(name)
-                if isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                    optimizer.state[parameter][name] = value.detach().to(loaded.device, copy=True)
+            now, is_scalar = state.get(name), isinstance(value, Tensor) and value.shape != parameter.shape
+            if is_scalar and isinstance(now, Tensor) and now.dtype != value.dtype:
+                state[name] = value.detach().to(now.device, copy=True)
 
 
 def check_steps_split(optimizer: Optimizer) -> None:

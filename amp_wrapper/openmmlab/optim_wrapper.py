@@ -205,7 +205,8 @@ class AmpOptimWrapper(OptimWrapper):
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
         """
         if not self._engine.attached:
-            hugging_face.watch([attaching.attach(self._engine, model, foreign)])
+            attaching.attach(self._engine, model, foreign)
+            hugging_face.watch()
             held_optimizers.hold(self.optimizer, self._engine.parts)
 
     def detach(self) -> None:
