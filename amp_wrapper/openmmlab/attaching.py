@@ -10,6 +10,7 @@ from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wra
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..casting import hugging_face
 from ..engine import AmpEngine
 from ..engine.ddp import reducers
 from ..engine.gradients.cross_optimizer import OtherOptimizer
@@ -35,6 +36,7 @@ def attach(engine: AmpEngine, model: nn.Module, foreign: Iterable[Tensor] = ()) 
     engine.attach(
         inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign, enter=cast_data_element
     )
+    hugging_face.watch()
     return inner
 
 

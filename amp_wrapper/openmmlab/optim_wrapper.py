@@ -14,7 +14,6 @@ from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
 
 from .. import ops
-from ..casting import hugging_face
 from ..checkpoint import amp_part
 from ..compiler_internals import eager_block
 from ..engine import AmpEngine, held_optimizers
@@ -206,7 +205,6 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if not self._engine.attached:
             attaching.attach(self._engine, model, foreign)
-            hugging_face.watch()
             held_optimizers.hold(self.optimizer, self._engine.parts)
 
     def detach(self) -> None:
