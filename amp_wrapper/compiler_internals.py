@@ -5,16 +5,16 @@ Nothing here loads ``torch._dynamo``, which takes seconds, before something is c
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .torch_internals import VERSION
 
@@ -48,33 +48,19 @@ def is_loaded() -> bool:
     return 'torch._dynamo' in sys.modules
 
 
-@contextmanager
-def eager() -> Iterator[None]:
+def eager() -> AbstractContextManager[Any]:
     """Inside, what ``torch.compile`` made runs as it was written, on all threads. Nothing is compiled or forgotten.
 
     Does nothing where nothing was compiled yet, nor where torch refuses it, in what is called by code that is being compiled.
-    In every version since 2.6.
     """
-    stance: Any = None
-    if is_loaded():
-        with suppress(RuntimeError):
-            stance = torch.compiler.set_stance('force_eager')
-    if stance is None:
-        yield
-        return
-    before, _calls.eager = _calls.eager, True
-    try:
-        with stance:
-            yield
-    finally:
-        _calls.eager = before
+    with suppress(RuntimeError):
+        return torch.compiler.set_stance('force_eager') if is_loaded() else nullcontext()
+    return nullcontext()
 
 
 class _Calls(threading.local):
     # what is untraced, and was called by code that is compiled
     from_compiled = 0
-    # whether a block of eager() is open
-    eager = False
 
 
 _calls = _Calls()
@@ -105,10 +91,12 @@ def before_compiled_calls(listener: Callable[[], None]) -> None:
 
         @functools.wraps(ask)
         def call(callback: Any) -> Any:
-            if callback is not None and callback is not False and not _calls.eager:
+            chosen = ask(callback)
+            # None inside of eager()
+            if chosen is not None and chosen is not False:
                 for each in _listeners:
                     each()
-            return ask(callback)
+            return chosen
 
         never_compiled(call)
         eval_frame._callback_from_stance = call
@@ -214,63 +202,18 @@ def constant_when_traced(function: _Function) -> _Function:
     return function
 
 
-@dataclasses.dataclass(frozen=True)
-class CompileCounts:
-    """What ``torch.compile`` has counted in this process so far.
+def keeps_compiled_functions(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or a function of ``torch.compile`` took the place of a method of one module.
 
-    Attributes:
-        graphs: Graphs that were compiled.
-        recompilations: Of code that had been compiled before: for another argument, mode or type.
-        breaks: Graph breaks, by their reasons.
+    What :func:`torch.compiler.disable` returns is none. In every version since 2.2.
     """
-
-    graphs: int = 0
-    recompilations: int = 0
-    breaks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-
-def compile_counts() -> CompileCounts:
-    """What ``torch.compile`` has counted so far; zeros where it is not loaded. :mod:`torch.compiler` shows no counters.
-
-    In every version since 2.6.
-    """
-    dynamo: Any = sys.modules.get('torch._dynamo')
-    if dynamo is None:
-        return CompileCounts()
-    counters = dynamo.utils.counters
-    # how often each frame was compiled
-    again = sum(times - 1 for times in dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
-    return CompileCounts(counters['stats'].get('unique_graphs', 0), again, dict(counters['graph_break']))
+    return any(
+        isinstance(value, FunctionType)
+        and '_torchdynamo_orig_callable' in vars(value)
+        and '_torchdynamo_disable' not in vars(value)
+        for value in vars(module).values()
+    )
 
 
-FREEZING = 'freezing makes constants of weights, which a training changes.'
-
-
-def compile_problem(options: Mapping[str, Any], weight: Tensor | None) -> str | None:
-    """Why a model cannot be compiled and trained with some keywords of :func:`torch.compile`; None where it can.
-
-    Args:
-        options: The keywords.
-        weight: Of the model.
-    """
-    backend = options.get('backend', 'inductor')
-    if isinstance(backend, str):
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            return f'there is no backend {backend!r}; torch has {", ".join(sorted(known))}.'
-    if backend != 'inductor':
-        return None
-    from torch._inductor import config, cpp_builder, exc
-
-    if config.freezing or (options.get('options') or {}).get('freezing'):
-        return f'{FREEZING} Leave options=dict(freezing=True) out, and torch._inductor.config.freezing False.'
-    if weight is not None and weight.device.type == 'cpu':
-        try:
-            cpp_builder.get_cpp_compiler()
-        except exc.InvalidCxxCompiler as error:
-            return (
-                f'the backend inductor needs a C++ compiler on a CPU ({" ".join(str(error).split())[:200]}). Install g++ '
-                f'(apt-get install g++) or name one in CXX, or take compile=dict(backend="aot_eager"), which needs none and '
-                f'is no faster than no compilation.'
-            )
-    return None
+#: Where ``module.compile()`` keeps the call, which torch leaves out of copies. In every version since 2.2.
+COMPILED_CALL = '_compiled_call_impl'

@@ -1,5 +1,4 @@
-"""The private names of torch that tell about a graph of ``torch.compile``: whether there may be one, while it is made, and when
-it runs as it is.
+"""The private names of torch that tell about a graph of ``torch.compile`` while it is made.
 
 As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`` before something is compiled.
 """
@@ -7,11 +6,10 @@ As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`
 from __future__ import annotations
 
 import itertools
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # what writes to its first argument: x[...] = y, x += y
 _IN_PLACE = 'add sub mul truediv floordiv mod pow and or xor matmul lshift rshift'
@@ -64,20 +62,3 @@ def was_written(number: int) -> bool:
             return any(_storage(made) in _written_by(each) for each in nodes[place + 1 :])
     # not found in the graph of a part of it, such as the forward of an autograd Function
     return False
-
-
-def keeps_compiled_functions(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or a function of ``torch.compile`` took the place of a method of one module.
-
-    What :func:`torch.compiler.disable` returns is none. In every version since 2.2.
-    """
-    return any(
-        isinstance(value, FunctionType)
-        and '_torchdynamo_orig_callable' in vars(value)
-        and '_torchdynamo_disable' not in vars(value)
-        for value in vars(module).values()
-    )
-
-
-#: Where ``module.compile()`` keeps the call, which torch leaves out of copies. In every version since 2.2.
-COMPILED_CALL = '_compiled_call_impl'

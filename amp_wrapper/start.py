@@ -10,7 +10,6 @@ package, as in any other training.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,35 +62,6 @@ def short(path: str | Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def python() -> str:
-    """The interpreter as one would type it: that of an environment below the current folder, or ``python``."""
-    shown = short(sys.executable)
-    return shown if shown != sys.executable else 'python'
-
-
 def script() -> str:
     """The path of the script in ``tools`` that was started, or an empty string."""
     return COMMAND[0] if COMMAND and Path(COMMAND[0]).name in SCRIPTS else ''
-
-
-def typed(name: str) -> list[str]:
-    """The words that start a command again, as they were typed.
-
-    Args:
-        name: Of the command, such as ``train``. It is left out for a script that is this command alone.
-    """
-    if not COMMAND:
-        return [PROGRAM, name]
-    if COMMAND[0] == '-m':
-        return [python(), *COMMAND, name]
-    if script():
-        return [python(), short(script())]
-    path = Path(COMMAND[0])
-    return [PROGRAM if _on_path(path) else short(path), name]
-
-
-def _on_path(path: Path) -> bool:
-    """Whether the name alone finds this file."""
-    folders = os.environ.get('PATH', '').split(os.pathsep)
-    found = next((file for folder in folders if (file := Path(folder, path.name)).is_file()), None)
-    return found is not None and path.exists() and found.samefile(path)

@@ -1,7 +1,8 @@
 """The private names of torch that the package uses: each with its reason, and what happens where a version lacks it.
 
 A name is private if it, or a module on the way to it, begins with one underscore. All of them are here, but for those that
-torch itself tells its users to use, and those that every version has had for years and that countless packages rely on.
+torch itself tells its users to use, and those that every version has had for years and that countless packages rely on, such as
+``module._forward_hooks``.
 
 :data:`TRIED` names the versions that every name here was tried on; ``tests/system/test_internals.py`` tries them again.
 """
@@ -20,7 +21,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _python_dispatch, checkpoint
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 _Hooks = dict[int, Callable[..., Any]]
 
@@ -201,78 +201,20 @@ Loss = nn.modules.loss._Loss
 STATE_DICT_METHODS = ('_load_from_state_dict', '_save_to_state_dict', 'load_state_dict', 'state_dict')
 
 
-def forward_pre_hooks(module: nn.Module) -> _Hooks:
-    """The forward pre-hooks of a module. torch registers and removes hooks, and shows none. In every version since 0.2."""
-    return module._forward_pre_hooks
+def drop_hooks(module: nn.Module, kind: type) -> None:
+    """Take the forward hooks and forward pre-hooks of a class off. Copies of modules have hooks without handles.
 
-
-def forward_hooks(module: nn.Module) -> _Hooks:
-    """The forward hooks of a module; see :func:`forward_pre_hooks`."""
-    return module._forward_hooks
-
-
-def first_pre_hook(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> RemovableHandle:
-    """Register a forward pre-hook to be called before all others of a module.
-
-    Some versions of torch.compile, 2.11 among them, read an ordered dict in the order in which its keys came, whatever was
-    moved to its front; so the dict is filled anew.
+    torch registers and removes hooks, and shows none. In every version since 0.2.
     """
-    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
-    refill(module._forward_pre_hooks)
-    return handle
-
-
-def refill(hooks: _Hooks) -> None:
-    """Take the hooks of a dict out and put them in again, in their order; see :func:`first_pre_hook`."""
-    items = list(hooks.items())
-    hooks.clear()
-    hooks.update(items)
-
-
-def hooks_of(module: nn.Module) -> tuple[_Hooks, ...]:
-    """All hooks of a module that the package has some of: forward pre-hooks, forward hooks, those of state dicts.
-
-    In every version since 2.0; see :func:`forward_pre_hooks`.
-    """
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._state_dict_hooks,
-        module._load_state_dict_pre_hooks,
-        module._load_state_dict_post_hooks,
-    )
-
-
-def state_dict_hooks(module: nn.Module) -> _Hooks:
-    """What runs after a module was saved; see :func:`forward_pre_hooks`. In every version since 0.4."""
-    return module._state_dict_hooks
-
-
-def drop_pre_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
-    """Take the forward pre-hooks of some classes off. Copies of modules have hooks without handles."""
-    hooks = module._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
-        del hooks[key]
-    drop_hook_flags(module)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+            del hooks[key]
 
 
 def saving_and_loading_hooks(module: nn.Module) -> list[Any]:
     """What runs while a module saves or loads: hooks, as they were registered. In every version since 2.0."""
     kinds = (module._load_state_dict_pre_hooks, module._state_dict_pre_hooks, module._state_dict_hooks)
     return [getattr(hook, 'hook', hook) for hooks in kinds for hook in hooks.values()]
-
-
-def drop_hook_flags(module: nn.Module) -> None:
-    """After hooks were taken out of their dicts: what torch notes of them goes as well.
-
-    The handles of hooks do both, but copies of modules have hooks without handles. In every version since 2.0.
-    """
-    for flags, hooks in (
-        (module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks),
-        (module._forward_hooks_always_called, module._forward_hooks),
-    ):
-        for key in [key for key in flags if key not in hooks]:
-            del flags[key]
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

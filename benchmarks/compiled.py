@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import Library
 
-from amp_wrapper import FusedAdamW, amp, compiler_internals
+from amp_wrapper import FusedAdamW, amp
 
 from .pages import add_write, processor
 
@@ -251,8 +251,9 @@ class Process:
 
 
 def _counts() -> tuple[int, int, int]:
-    counts = compiler_internals.compile_counts()
-    return counts.graphs, sum(counts.breaks.values()), counts.recompilations
+    counters = torch._dynamo.utils.counters
+    again = sum(times - 1 for times in torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
+    return counters['stats']['unique_graphs'], sum(counters['graph_break'].values()), again
 
 
 @contextlib.contextmanager

@@ -14,12 +14,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..policy.nested import CASTABLE
-from ..torch_internals import forward_pre_hooks
 from .rule import Rule
 
 
 def _computing(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
-    return [hook for hook in forward_pre_hooks(module).values() if isinstance(hook, (WeightNorm, SpectralNorm))]
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))]
 
 
 def sources_of(module: nn.Module) -> Iterator[Tensor]:

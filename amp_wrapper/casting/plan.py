@@ -305,7 +305,7 @@ class CastPlan:
             return
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-        if state_dicts.save not in torch_internals.state_dict_hooks(module).values():
+        if state_dicts.save not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(state_dicts.save)  # type: ignore[no-untyped-call]
         if any(True for _ in computed_weights.sources_of(module)):
             module.register_forward_pre_hook(computed_weights.cast)

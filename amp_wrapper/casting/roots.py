@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from .. import compiler_internals, graph_internals, torch_internals
+from .. import compiler_internals, torch_internals
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy.nested import parameters_of
 
@@ -21,7 +21,7 @@ def is_compiled(model: nn.Module) -> bool:
         model: Any module.
     """
     return any(
-        compiler_internals.is_compile_wrapper(module) or graph_internals.keeps_compiled_functions(module)
+        compiler_internals.is_compile_wrapper(module) or compiler_internals.keeps_compiled_functions(module)
         for module in model.modules()
     )
 

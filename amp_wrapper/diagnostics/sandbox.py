@@ -19,15 +19,14 @@ from torch.optim import Optimizer
 from ..casting import cast_module, region
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
-from ..compiler_internals import eager
+from ..compiler_internals import COMPILED_CALL, eager
 from ..engine import AmpEngine, attach_together
 from ..engine.attach import let_go
 from ..engine.buffers.hooks import BufferHook
 from ..errors import AmpUsageError
-from ..graph_internals import COMPILED_CALL
 from ..policy import Policy
 from ..shards import any_sharded
-from ..torch_internals import drop_hook_flags, hooks_of
+from ..torch_internals import drop_hooks
 
 #: Attaches a copy of a model to an engine, as the original was attached.
 Attach = Callable[[AmpEngine, nn.Module], object]
@@ -116,14 +115,11 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     _rebind_functions(inner, copied, memo)
     for module in copied.modules():
         cast_module.take_off(module)
-        for hooks in hooks_of(module)[:2]:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 hooks[key] = _rebound(hook, memo, is_deep=True)
     for module in copied.modules():
-        for hooks in hooks_of(module):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, BufferHook)]:
-                del hooks[key]
-        drop_hook_flags(module)
+        drop_hooks(module, BufferHook)
     return copied
 
 

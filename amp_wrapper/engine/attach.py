@@ -134,7 +134,7 @@ def detach_model(parts: EngineParts) -> None:
     if parts.casts is not None:
         parts.casts.remove()
         for root in parts.casts.roots:
-            torch_internals.drop_pre_hooks(root, (NoticeDdp,))
+            torch_internals.drop_hooks(root, NoticeDdp)
         parts.ddp.rebuild(parts.casts.parameters.values())
     if not params.have_fp32_values and parts.optimizer is not None and casts:
         _state_to_fp32(parts.optimizer)

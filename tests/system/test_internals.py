@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_wrapper import compiler_internals, graph_internals, torch_internals
+from amp_wrapper import compiler_internals, torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,21 +64,20 @@ def test_names_that_are_only_looked_up() -> None:
 
 def test_hooks_of_modules_are_found() -> None:
     module, calls = nn.Linear(1, 1), []
-    module.register_forward_pre_hook(lambda *_: calls.append('second'))
-    torch_internals.first_pre_hook(module, lambda *_: calls.append('first'))
-    module.register_forward_hook(lambda *_, **__: calls.append('after'), always_call=True)
+
+    class Hook:
+        def __call__(self, *_: Any) -> None:
+            calls.append('called')
+
+    module.register_forward_pre_hook(Hook())
+    module.register_forward_hook(Hook(), always_call=True)
+    module.register_forward_hook(lambda *_: calls.append('other'))
     module.register_state_dict_post_hook(lambda *_: calls.append('saved'))
     module.register_load_state_dict_pre_hook(lambda *_: calls.append('loading'))
-    module.register_load_state_dict_post_hook(lambda *_: calls.append('loaded'))
-    module(torch.ones(1))
-    module.load_state_dict(module.state_dict())
-    assert calls == ['first', 'second', 'after', 'saved', 'loading', 'loaded']
-    assert [len(hooks) for hooks in torch_internals.hooks_of(module)] == [2, 1, 1, 1, 1]
     assert len(torch_internals.saving_and_loading_hooks(module)) == 2
-    for hooks in torch_internals.hooks_of(module):
-        hooks.clear()
-    torch_internals.drop_hook_flags(module)
-    assert not module._forward_hooks_always_called
+    torch_internals.drop_hooks(module, Hook)
+    module(torch.ones(1))
+    assert calls == ['other']
 
 
 def test_fused_sgd_skips_where_a_flag_is_set() -> None:
@@ -124,15 +123,12 @@ def test_functions_are_kept_out_of_graphs_or_are_constants_in_them() -> None:
         return True
 
     x = torch.ones(1)
-    before = compiler_internals.compile_counts()
     assert torch.compile(lambda x: outside(x + 1) + 1, backend='eager')(x).item() == 5 and seen == [False]
-    now = compiler_internals.compile_counts()
-    assert now.graphs > before.graphs and sum(now.breaks.values()) > sum(before.breaks.values())
     whole = torch.compile(lambda x: x + 10 if constant() else x, backend='eager', fullgraph=True)
     assert [whole(x).item() for _ in range(2)] == [11, 11] and seen[1:] == ['constant']
 
 
-def test_compiled_modules_and_problems_are_recognised() -> None:
+def test_compiled_modules_are_recognised() -> None:
     plain = nn.Linear(1, 1)
     wrapper = torch.compile(plain, backend='eager')
     assert compiler_internals.is_compile_wrapper(wrapper) and compiler_internals.compiled_module(wrapper) is plain
@@ -143,8 +139,7 @@ def test_compiled_modules_and_problems_are_recognised() -> None:
         assert wrapper(torch.ones(1)) is not None and heard == []
     wrapper(torch.ones(1))
     compiler_internals._listeners.pop()
-    assert heard and compiler_internals.compile_problem(dict(backend='eager'), None) is None
-    assert 'there is no backend' in str(compiler_internals.compile_problem(dict(backend='none'), None))
+    assert heard
     compiler_internals.backward_without_autocast()
     plain.compile(backend='eager')
-    assert graph_internals.keeps_compiled_functions(plain) and graph_internals.COMPILED_CALL in vars(plain)
+    assert compiler_internals.keeps_compiled_functions(plain) and compiler_internals.COMPILED_CALL in vars(plain)

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
 from ...compiler_internals import constant_when_traced, never_compiled
-from ...torch_internals import first_pre_hook, forward_hooks, refill
 
 
 @dataclasses.dataclass(slots=True)
@@ -168,7 +167,7 @@ class HookedModules:
                 continue
             is_model = key in self._models
             enter = EnterPart(self._listener())
-            self._handles[key] = [first_pre_hook(module, enter)]
+            self._handles[key] = [module.register_forward_pre_hook(enter, prepend=True)]
             if is_model:
                 before = BeforeStateDict(self._listener())
                 self._handles[key].append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
@@ -184,9 +183,8 @@ class HookedModules:
             leave = LeavePart(self._listener())
             self._handles[key].append(module.register_forward_hook(leave, always_call=True))
             self._ends[key] = self._handles[key][-1].id
-        elif next(reversed(forward_hooks(module))) != self._ends[key]:
-            forward_hooks(module).move_to_end(self._ends[key])  # type: ignore[attr-defined]
-            refill(forward_hooks(module))
+        elif next(reversed(module._forward_hooks)) != self._ends[key]:
+            module._forward_hooks.move_to_end(self._ends[key])  # type: ignore[attr-defined]
 
 
 def _calling(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import ddp_internals, torch_internals
+from ... import ddp_internals
 from ...compiler_internals import constant_when_traced, never_compiled
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
@@ -49,7 +49,7 @@ class ForwardRecord:
 
     def watch(self, ddp: DistributedDataParallel) -> bool:
         """Be called after forward calls from now on. Whether that is new."""
-        is_new = self not in torch_internals.forward_hooks(ddp).values()
+        is_new = self not in ddp._forward_hooks.values()
         if is_new:
             ddp.register_forward_hook(self)
         return is_new

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import ddp_internals, torch_internals
+from ... import ddp_internals
 from ...errors import AmpAttachError, AmpUsageError, some
 from ...shards import is_sharded
 from .forward_record import NoticeDdp, State, record_of, state_of
@@ -113,10 +113,10 @@ class Reducers:
         """
         self._notices = []
         for model in models if dist.is_available() else ():
-            known = [hook for hook in torch_internals.forward_pre_hooks(model).values() if isinstance(hook, NoticeDdp)]
+            known = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, NoticeDdp)]
             self._notices += known or [NoticeDdp()]
             if not known:
-                torch_internals.first_pre_hook(model, self._notices[-1])
+                model.register_forward_pre_hook(self._notices[-1], prepend=True)
 
     # -- before a forward call ---------------------------------------------------------------------------------------
 

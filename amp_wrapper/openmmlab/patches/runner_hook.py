@@ -9,7 +9,6 @@ from mmengine.hooks import Hook
 
 from ...checkpoint import shard_writer
 from .. import shard_files, sharded_states, sharding
-from ..compiling import Compiled
 from ..log import follow_runners
 from ..wrappers import is_built_here
 from . import ema, resuming, saving
@@ -22,8 +21,6 @@ class AmpRunnerHook(Hook):
     """
 
     priority = 'LOWEST'
-    #: What was compiled for the runner, until the log has its line about that.
-    compiled: Compiled | None = None
 
     def before_run(self, runner: Any) -> None:
         """Refuse what is not supported."""
@@ -33,18 +30,9 @@ class AmpRunnerHook(Hook):
         """Prepare the folders that checkpoints go to."""
         saving.prepare_folders(runner)
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Count the iterations of a model that is compiled."""
-        if self.compiled is None:
-            self.compiled = getattr(getattr(runner, 'strategy', None), '_amp_wrapper_compiled', None)
-        if self.compiled is not None:
-            self.compiled.after_iteration()
-
     def after_train(self, runner: Any) -> None:
-        """Wait for a checkpoint that is being written; say what was compiled, where the training was too short for that."""
+        """Wait for a checkpoint that is being written."""
         shard_files.settle(runner)
-        if self.compiled is not None:
-            self.compiled.report()
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Give the weights the names that mmengine looks for."""
@@ -64,13 +52,6 @@ def register_hooks(original: Callable[..., None], runner: Any, *args: Any, **kwa
     if getattr(runner, '_compile', True) is False and is_built_here(runner.optim_wrapper):
         # FlexibleRunner takes it as a keyword, which from_cfg leaves out
         runner._compile = runner.cfg.get('compile') or False
-
-
-def give_report(runner: Any, compiled: Compiled) -> None:
-    """Let the log of a runner say what was compiled, after some iterations."""
-    for hook in runner.hooks:
-        if isinstance(hook, AmpRunnerHook):
-            hook.compiled = compiled
 
 
 def load_or_resume(original: Callable[..., None], runner: Any) -> None:

@@ -14,7 +14,6 @@ from ...errors import AmpAttachError
 from ...optim import FusedAdam
 from .. import compiling
 from ..wrappers import amp_wrappers, wrappers_of
-from .runner_hook import give_report
 
 
 def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> None:
@@ -24,10 +23,9 @@ def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> No
         return
     options = compiling.options_of(runner.cfg.get('compile'))
     # Runner asks before each training, validation and test
-    known = vars(runner).get('_amp_wrapper_compiled')
-    if options is not None and (known is None or known.model is not runner.model or known.options != options):
-        runner._amp_wrapper_compiled = compiling.compile_model(runner.model, options)
-        give_report(runner, runner._amp_wrapper_compiled)
+    if options is not None and vars(runner).get('_amp_wrapper_compiled') != (runner.model, options):
+        runner._amp_wrapper_compiled = runner.model, options
+        compiling.compile_model(runner.model, options)
 
 
 def compile_model(
@@ -50,7 +48,7 @@ def build_optim_wrapper(original: Callable[..., Any], strategy: Any, optim_wrapp
         target = options.pop('target', 'train_step')
         if target in ('train_step', 'val_step', 'forward'):
             compiling.decompile(model, target)
-            strategy._amp_wrapper_compiled = compiling.compile_model(model, options)
+            compiling.compile_model(model, options)
     return wrapper
 
 
