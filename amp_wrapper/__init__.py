@@ -18,73 +18,72 @@ from sys import modules as _modules
 from typing import TYPE_CHECKING, Any
 
 from . import late_names as _late
-from . import start as _start
-from .errors import (
-    AmpAttachError,
-    AmpCheckpointError,
-    AmpConfigError,
-    AmpError,
-    AmpUsageError,
-    CheckpointWriteError,
-    NonfiniteError,
-    OverflowStreakError,
-)
 from .version import __version__ as __version__
 
-# a command of the package leaves out what takes seconds, until it asks for a name below
-if TYPE_CHECKING or not _start.COMMAND:
-    from . import amp
-    from .casting.sharding import fully_shard
-    from .diagnostics.nonfinite import NonfiniteWatch, nonfinite_watch
-    from .optim import FusedAdam, FusedAdamW, FusedSGD
-
+# what type checkers read of the names below
 if TYPE_CHECKING:
-    from .amp.monitoring import TrainingMonitor
-    from .diagnostics.diagnosis import Diagnosis
-    from .diagnostics.plots import plot_runs
-    from .diagnostics.precision_report import PrecisionReport
-    from .diagnostics.ranges import Ranges
-    from .diagnostics.suggestion import LevelSuggestion
-    from .engine.loss_scale import LossScaler
-    from .openmmlab.apex_optim_wrapper import ApexOptimWrapper
-    from .openmmlab.hooks import AmpInferenceHook, NonfiniteHook
-    from .openmmlab.monitor_hook import AmpMonitorHook
-    from .openmmlab.optim_wrapper import AmpOptimWrapper, TorchAmpOptimWrapper
-    from .openmmlab.resume.exact_resume import ExactResumeHook
-    from .openmmlab.resume.preemption import PreemptionHook
-    from .openmmlab.sharding import FullyShardStrategy, MMFullyShard
-    from .policy import OptLevel, Policy, resolve
+    from . import amp as amp
+    from .amp.monitoring import TrainingMonitor as TrainingMonitor
+    from .casting.sharding import fully_shard as fully_shard
+    from .diagnostics.diagnosis import Diagnosis as Diagnosis
+    from .diagnostics.nonfinite import NonfiniteWatch as NonfiniteWatch
+    from .diagnostics.nonfinite import nonfinite_watch as nonfinite_watch
+    from .diagnostics.plots import plot_runs as plot_runs
+    from .diagnostics.precision_report import PrecisionReport as PrecisionReport
+    from .diagnostics.ranges import Ranges as Ranges
+    from .diagnostics.suggestion import LevelSuggestion as LevelSuggestion
+    from .engine.loss_scale import LossScaler as LossScaler
+    from .errors import AmpAttachError as AmpAttachError
+    from .errors import AmpCheckpointError as AmpCheckpointError
+    from .errors import AmpConfigError as AmpConfigError
+    from .errors import AmpError as AmpError
+    from .errors import AmpUsageError as AmpUsageError
+    from .errors import CheckpointWriteError as CheckpointWriteError
+    from .errors import NonfiniteError as NonfiniteError
+    from .errors import OverflowStreakError as OverflowStreakError
+    from .openmmlab.apex_optim_wrapper import ApexOptimWrapper as ApexOptimWrapper
+    from .openmmlab.hooks import AmpInferenceHook as AmpInferenceHook
+    from .openmmlab.hooks import NonfiniteHook as NonfiniteHook
+    from .openmmlab.monitor_hook import AmpMonitorHook as AmpMonitorHook
+    from .openmmlab.optim_wrapper import AmpOptimWrapper as AmpOptimWrapper
+    from .openmmlab.optim_wrapper import TorchAmpOptimWrapper as TorchAmpOptimWrapper
+    from .openmmlab.resume.exact_resume import ExactResumeHook as ExactResumeHook
+    from .openmmlab.resume.preemption import PreemptionHook as PreemptionHook
+    from .openmmlab.sharding import FullyShardStrategy as FullyShardStrategy
+    from .openmmlab.sharding import MMFullyShard as MMFullyShard
+    from .optim import FusedAdam as FusedAdam
+    from .optim import FusedAdamW as FusedAdamW
+    from .optim import FusedSGD as FusedSGD
+    from .policy import OptLevel as OptLevel
+    from .policy import Policy as Policy
+    from .policy import resolve as resolve
 
-#: Where the names are that are imported when somebody asks for them; those in openmmlab need mmengine.
-_LATE = {
-    'AmpInferenceHook': 'openmmlab.hooks',
-    'AmpMonitorHook': 'openmmlab.monitor_hook',
-    'AmpOptimWrapper': 'openmmlab.optim_wrapper',
-    'ApexOptimWrapper': 'openmmlab.apex_optim_wrapper',
-    'Diagnosis': 'diagnostics.diagnosis',
-    'ExactResumeHook': 'openmmlab.resume.exact_resume',
-    'FullyShardStrategy': 'openmmlab.sharding',
-    'FusedAdam': 'optim',
-    'FusedAdamW': 'optim',
-    'FusedSGD': 'optim',
-    'LevelSuggestion': 'diagnostics.suggestion',
-    'LossScaler': 'engine.loss_scale',
-    'MMFullyShard': 'openmmlab.sharding',
-    'NonfiniteHook': 'openmmlab.hooks',
-    'NonfiniteWatch': 'diagnostics.nonfinite',
-    'OptLevel': 'policy',
-    'Policy': 'policy',
-    'PrecisionReport': 'diagnostics.precision_report',
-    'PreemptionHook': 'openmmlab.resume.preemption',
-    'Ranges': 'diagnostics.ranges',
-    'TorchAmpOptimWrapper': 'openmmlab.optim_wrapper',
-    'TrainingMonitor': 'amp.monitoring',
-    'fully_shard': 'casting.sharding',
-    'nonfinite_watch': 'diagnostics.nonfinite',
-    'plot_runs': 'diagnostics.plots',
-    'resolve': 'policy',
+#: The names that each module has, which is imported when somebody asks for one; those in openmmlab need mmengine.
+_NAMES = {
+    'amp': 'amp',
+    'amp.monitoring': 'TrainingMonitor',
+    'casting.sharding': 'fully_shard',
+    'diagnostics.diagnosis': 'Diagnosis',
+    'diagnostics.nonfinite': 'NonfiniteWatch nonfinite_watch',
+    'diagnostics.plots': 'plot_runs',
+    'diagnostics.precision_report': 'PrecisionReport',
+    'diagnostics.ranges': 'Ranges',
+    'diagnostics.suggestion': 'LevelSuggestion',
+    'engine.loss_scale': 'LossScaler',
+    'errors': 'AmpAttachError AmpCheckpointError AmpConfigError AmpError AmpUsageError CheckpointWriteError NonfiniteError '
+    'OverflowStreakError',
+    'openmmlab.apex_optim_wrapper': 'ApexOptimWrapper',
+    'openmmlab.hooks': 'AmpInferenceHook NonfiniteHook',
+    'openmmlab.monitor_hook': 'AmpMonitorHook',
+    'openmmlab.optim_wrapper': 'AmpOptimWrapper TorchAmpOptimWrapper',
+    'openmmlab.resume.exact_resume': 'ExactResumeHook',
+    'openmmlab.resume.preemption': 'PreemptionHook',
+    'openmmlab.sharding': 'FullyShardStrategy MMFullyShard',
+    'optim': 'FusedAdam FusedAdamW FusedSGD',
+    'policy': 'OptLevel Policy resolve',
 }
-_NEED_MMENGINE = frozenset(name for name, module in _LATE.items() if module.startswith('openmmlab.'))
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_NEED_MMENGINE = frozenset(name for name, module in _MODULES.items() if module.startswith('openmmlab.'))
 
 
 def _register() -> None:
@@ -94,14 +93,12 @@ def _register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == 'amp':
-        return _import_module('.amp', __name__)
-    if name not in _LATE:
+    if name not in _MODULES:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     if name in _NEED_MMENGINE and _find_spec('mmengine') is None:
         raise AttributeError(_late.needs_mmengine(name))
-    value = getattr(_import_module(f'.{_LATE[name]}', __name__), name)
-    globals()[name] = value
+    module = _import_module(f'.{_MODULES[name]}', __name__)
+    globals()[name] = value = module if name == 'amp' else getattr(module, name)
     return value
 
 
@@ -109,47 +106,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-__all__ = [
-    'AmpAttachError',
-    'AmpCheckpointError',
-    'AmpConfigError',
-    'AmpError',
-    'AmpInferenceHook',
-    'AmpMonitorHook',
-    'AmpOptimWrapper',
-    'AmpUsageError',
-    'ApexOptimWrapper',
-    'CheckpointWriteError',
-    'Diagnosis',
-    'ExactResumeHook',
-    'FullyShardStrategy',
-    'FusedAdam',
-    'FusedAdamW',
-    'FusedSGD',
-    'LevelSuggestion',
-    'LossScaler',
-    'MMFullyShard',
-    'NonfiniteError',
-    'NonfiniteHook',
-    'NonfiniteWatch',
-    'OptLevel',
-    'OverflowStreakError',
-    'Policy',
-    'PrecisionReport',
-    'PreemptionHook',
-    'Ranges',
-    'TorchAmpOptimWrapper',
-    'TrainingMonitor',
-    'amp',
-    'fully_shard',
-    'nonfinite_watch',
-    'plot_runs',
-    'resolve',
-]
-
-if _find_spec('mmengine') is None:
-    __all__ = [_name for _name in __all__ if _name not in _NEED_MMENGINE]
+__all__ = sorted(_MODULES.keys() if _find_spec('mmengine') is not None else _MODULES.keys() - _NEED_MMENGINE)
 if _modules.get('mmengine') is not None:
     _register()
-elif not _start.COMMAND:
+else:
     _meta_path.insert(0, _late.Finder(_register, _NEED_MMENGINE))

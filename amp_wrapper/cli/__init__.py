@@ -28,9 +28,11 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from .. import __version__, _register, start
+from .. import __version__, _register
 from ..errors import AmpError, nearest
 
+#: The name that pip installs the command under.
+PROGRAM = 'amp-wrapper'
 #: The commands, in the order of the overview. Those with True need all of the package, with what is registered in mmengine:
 #: they read configs or checkpoints.
 COMMANDS = {
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] not in COMMANDS:
         return _quietly(lambda: _overview(words))
     name = words[0]
-    prog = f'{_program()} {name}'
+    prog = f'{PROGRAM} {name}'
 
     def fail(text: str, error: BaseException) -> int:
         print(f'{prog}: error: {text}', file=sys.stderr)
@@ -93,12 +95,14 @@ def script(path: str, argv: Sequence[str] | None = None) -> int:
         SystemExit: With the text of an error.
     """
     name = os.path.basename(path)
+    # convert_checkpoint.py, migrate_from_apex.py
+    command = name.removesuffix('.py').partition('_')[0]
 
     def fail(text: str, error: BaseException) -> int:
         raise SystemExit(f'{type(error).__name__}: {text}' if isinstance(error, AmpError) else text) from None
 
     words = list(sys.argv[1:] if argv is None else argv)
-    return _quietly(lambda: _perform(start.SCRIPTS[name], words, f'python tools/{name}', fail))
+    return _quietly(lambda: _perform(command, words, f'python tools/{name}', fail))
 
 
 def parser_of(name: str, prog: str = '') -> tuple[ModuleType, argparse.ArgumentParser]:
@@ -109,7 +113,7 @@ def parser_of(name: str, prog: str = '') -> tuple[ModuleType, argparse.ArgumentP
         prog: How the command is called in its help; ``amp-wrapper NAME`` by default.
     """
     module = importlib.import_module(f'.{name.replace("-", "_")}', __name__)
-    parser = _Parser(prog=prog or f'{_program()} {name}', description=module.HELP)
+    parser = _Parser(prog=prog or f'{PROGRAM} {name}', description=module.HELP)
     module.add_arguments(parser)
     return module, parser
 
@@ -129,23 +133,18 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + near)
 
 
-def _program() -> str:
-    """What stands before the name of a command."""
-    return 'python -m amp_wrapper' if start.COMMAND[:1] == ('-m',) else start.PROGRAM
-
-
 def _overview(words: list[str]) -> int:
     """Answer a command line without a command."""
     width = max(map(len, COMMANDS))
     rows = [f'  {name:<{width}}  {parser_of(name)[0].HELP}' for name in COMMANDS]
     parser = argparse.ArgumentParser(
-        prog=_program(),
-        usage=f'{_program()} [--help] [--version] COMMAND ...',
+        prog=PROGRAM,
+        usage=f'{PROGRAM} [--help] [--version] COMMAND ...',
         description='Mixed-precision opt levels for mmengine and for plain torch.',
-        epilog='\n'.join(['commands:', *rows, '', f'{_program()} COMMAND --help tells the options of a command.']),
+        epilog='\n'.join(['commands:', *rows, '', f'{PROGRAM} COMMAND --help tells the options of a command.']),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument('--version', action='version', version=f'{start.PROGRAM} {__version__}')
+    parser.add_argument('--version', action='version', version=f'{PROGRAM} {__version__}')
     if words and not words[0].startswith('-'):
         near = nearest(words[0], COMMANDS)
         parser.error(f'there is no command {words[0]!r}{near}. The commands: {", ".join(COMMANDS)}.')
@@ -179,7 +178,7 @@ def _perform(name: str, words: list[str], prog: str, fail: Callable[[str, BaseEx
     try:
         module, parser = parser_of(name, prog)
         args = module.parse_args(parser, words) if hasattr(module, 'parse_args') else parser.parse_args(words)
-        if 'config' in args and not start.script():
+        if 'config' in args and prog.startswith(PROGRAM):
             _use_current_folder()
         if COMMANDS[name]:
             _register()

@@ -13,7 +13,6 @@ import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
 
-from .. import start
 from ..checkpoint import file as checkpoint_file
 from ..checkpoint import newest, sharded
 from ..errors import AmpConfigError, AmpUsageError
@@ -208,7 +207,7 @@ def say_interrupted(runner: Any, began: float) -> None:
     last = Path(runner.work_dir) / 'last_checkpoint'
     if last.is_file() and last.stat().st_mtime >= began:
         saved = Path(last.read_text().strip())
-        print(f'Go on with the same command and --resume {start.short(saved)}', flush=True)
+        print(f'Go on with the same command and --resume {_short(saved)}', flush=True)
     else:
         print('No checkpoint was saved.', flush=True)
 
@@ -228,7 +227,7 @@ def report(runner: Any) -> None:
     if not last.is_file():
         return
     checkpoint = Path(last.read_text().strip())
-    print(f'Checkpoint: {start.short(checkpoint)}')
+    print(f'Checkpoint: {_short(checkpoint)}')
 
 
 def end_processes() -> None:
@@ -237,3 +236,9 @@ def end_processes() -> None:
         torch.distributed.barrier()
         gc.collect()
         torch.distributed.destroy_process_group()
+
+
+def _short(path: str | Path) -> str:
+    """A path as one would type it here: relative to the current folder where it lies below."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

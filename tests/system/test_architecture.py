@@ -13,7 +13,7 @@ import amp_wrapper
 PACKAGE, TESTS = Path(amp_wrapper.__file__).parent, Path(__file__).parents[1]
 #: What a folder, or a file beside the folders, may import: whatever stands in a lower line.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({'errors', 'late_names', 'start', 'version', 'torch_internals'}),
+    frozenset({'errors', 'late_names', 'version', 'torch_internals'}),
     frozenset({'compiler_internals', 'graph_internals', 'fsdp_internals', 'ddp_internals'}),
     frozenset({'policy', 'shards'}),
     frozenset({'ops', 'checkpoint'}),
