@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,22 +29,9 @@ def ddp_parameters(ddp: DistributedDataParallel) -> Sequence[nn.Parameter]:
     return cast('Sequence[nn.Parameter]', ddp._module_parameters)
 
 
-def reducer_parameters(ddp: DistributedDataParallel) -> Iterable[Tensor]:
-    """The parameters that the reducer of a DDP listens to, which are in its buckets alone. In every version since 1.11.
-
-    Raises:
-        RuntimeError: Sparse gradients have no bucket before the first backward pass.
-    """
-    buckets = ddp.reducer._get_zeros_like_grad_buckets()
-    return (parameter for bucket in buckets for parameter in bucket.parameters())
-
-
-def ddp_log(ddp: DistributedDataParallel) -> Mapping[str, Any]:
-    """What the reducer of a DDP logs about itself: sizes and the name of its communication hook are nowhere else.
-
-    In every version since 1.9.
-    """
-    return cast('Mapping[str, Any]', ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
+def count_listened(ddp: DistributedDataParallel) -> int:
+    """How many parameters the reducer of a DDP listens to; it tells which to nobody. In every version since 1.9."""
+    return int(ddp._get_ddp_logging_data()['num_parameter_tensors'])  # type: ignore[no-untyped-call]
 
 
 def is_finalized(ddp: DistributedDataParallel) -> bool:
@@ -64,28 +50,6 @@ def is_finalized(ddp: DistributedDataParallel) -> bool:
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
     """The communication hooks that were registered on a DDP, each with its state. In every version since 2.0."""
     return list(getattr(ddp, '_comm_hooks', ()))
-
-
-def builtin_comm_hooks() -> dict[str, Any]:
-    """DDP's communication hooks that are written in C++, by name; ``register_comm_hook`` does not take them.
-
-    In every version since 1.9 that has ``torch.distributed``.
-    """
-    return dict(torch._C._distributed_c10d.BuiltinCommHookType.__members__)
-
-
-def register_builtin_comm_hook(ddp: DistributedDataParallel, hook: Any) -> None:
-    """Let a DDP use one of :func:`builtin_comm_hooks`. In every version since 1.9."""
-    ddp._register_builtin_comm_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def remove_accumulate_hooks(ddp: DistributedDataParallel) -> None:
-    """Take off the parameters what DDP puts there, where ``torch.compile`` traces it; it would stay when the reducer goes.
-
-    In every version since 2.4.
-    """
-    for handle in getattr(ddp, '_accum_grad_hooks', []):
-        handle.remove()
 
 
 def joins(ddp: DistributedDataParallel) -> bool:

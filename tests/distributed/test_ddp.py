@@ -40,12 +40,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_wrapper import AmpAttachError, amp
 
-BUILTIN = 'built in'
 HOOKS = {
     'average': default_hooks.allreduce_hook,
     'in 16-bit': default_hooks.fp16_compress_hook,
     'wrapped': default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
-    BUILTIN: None,
 }
 
 
@@ -62,16 +60,13 @@ def test_communication_hooks_survive_the_cast(here: Here, level: str, hook: str)
 
     # DDP reads annotations as objects, and here they are strings
     spy.__annotations__.clear()
-    if hook == BUILTIN:
-        training.model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    else:
-        training.model.register_comm_hook(None, spy)
+    training.model.register_comm_hook(None, spy)
     for passes in ('a', 'la', 'a1', 'a'):
         training.update(passes)
         training.check(passes)
     # BatchNorm's weight stays FP32, in a bucket of its own, but for O3
     kept = {torch.float32} if level != 'O3' else set()
-    assert types == (set() if hook == BUILTIN else {HALF.get(level, torch.float32)} | kept)
+    assert types == {HALF.get(level, torch.float32)} | kept
 
 
 class Counting(MMDistributedDataParallel):

@@ -30,7 +30,9 @@ def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """
     parameters, record = _parameters(ddp), record_of(ddp)
     if not record.parameters:
-        record.reduced = _listens_to(ddp, parameters)
+        trainable = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
+        # where some were frozen or unfrozen since DDP was made, it is built anew at the first forward call
+        record.reduced = trainable if len(trainable) == ddp_internals.count_listened(ddp) else frozenset()
     if list(map(id, record.parameters)) != list(map(id, parameters)):
         record.parameters, record.flags = parameters, None
     before = set(map(id, ddp_internals.ddp_parameters(ddp))) | set(map(id, getattr(ddp, 'modules_buffers', ())))
@@ -80,20 +82,6 @@ def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return [parameter for name, parameter in ddp.module.named_parameters() if name not in ignored]
 
 
-def _listens_to(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> frozenset[int]:
-    """What the reducer of a DDP that we did not build listens to, by id."""
-    logged = ddp_internals.ddp_log(ddp)
-    # torch logs number and size; where they are those of all parameters, it is all of them
-    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    if logged.get('num_parameter_tensors') == len(parameters) and logged.get('total_parameter_size_bytes') == size:
-        return frozenset(map(id, parameters))
-    try:
-        return frozenset(map(id, ddp_internals.reducer_parameters(ddp)))
-    except RuntimeError:
-        # sparse gradients have no bucket before the first backward pass: build it anew at the first forward call
-        return frozenset()
-
-
 def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     """Let a DDP build its reducer anew, with its own settings and communication hooks.
 
@@ -106,8 +94,6 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     settings = _settings(ddp)
     before = dict(ddp.__dict__)
     comm_hooks = ddp_internals.comm_hooks(ddp)
-    builtin = _builtin_comm_hook(ddp)
-    ddp_internals.remove_accumulate_hooks(ddp)
     # the old reducer takes its hooks along, and its buckets need not lie beside the new ones
     del ddp.reducer, before['reducer']
     del ddp.logger, before['logger']
@@ -117,14 +103,6 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
             ddp.__dict__[name] = before[name]
     for hook, state in comm_hooks:
         ddp.register_comm_hook(state, hook)
-    if builtin is not None:
-        ddp_internals.register_builtin_comm_hook(ddp, builtin)
-
-
-def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
-    """torch keeps built-in communication hooks in the reducer alone; their name is in its log."""
-    name = str(ddp_internals.ddp_log(ddp).get('comm_hook', '')).rpartition('.')[2]
-    return ddp_internals.builtin_comm_hooks().get(name)
 
 
 def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
