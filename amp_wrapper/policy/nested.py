@@ -50,11 +50,11 @@ class Memo:
         self._by_id: dict[int, Any] = {}
 
     def find(self, value: Any) -> Any:
-        """What was made of an object; None where nothing was."""
+        """What was made of an object; None where nothing was. In a graph, tensors alone are found: 2.6 compares no dicts."""
         if not torch.compiler.is_dynamo_compiling():
             return self._by_id.get(id(value))
         # a graph would be made anew for each object whose id it asks for
-        for original, made, _ in self.entries:
+        for original, made, _ in self.entries if isinstance(value, Tensor) else ():
             if original is value:
                 return made
         return None
