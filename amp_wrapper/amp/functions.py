@@ -175,7 +175,7 @@ def _register(module: Any, name: str, rule: CallRule) -> None:
     if isinstance(value, type) or not callable(value):
         kind = 'a class: name one of its methods' if isinstance(value, type) else f'a {type(value).__name__}'
         raise AmpConfigError([f'{label} is no function, but {kind}.'])
-    if not lookup.can_be_replaced(module, name):
+    if lookup.is_immutable(module):
         raise AmpConfigError([f'{label} cannot be replaced: decorate or register the function that calls it.'])
     rules_of(module, name).rule = rule
 

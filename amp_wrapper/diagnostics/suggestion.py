@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..policy import OptLevel, dtype_name
-from ..policy.levels import MEANINGS
+from ..policy.levels import LEVEL_TABLE
 from . import pages
 from .deviations import ModuleDeviation
 from .keep_fp32_search import KeepSearch
@@ -201,7 +201,7 @@ def _entry(study: Study, facts: LevelFacts) -> dict[str, Any]:
     gradient = None if deviation is None else deviation.gradient
     return {
         'level': facts.level,
-        'meaning': MEANINGS[facts.level],
+        'meaning': LEVEL_TABLE[facts.level].describe(),
         'keep_fp32': list(facts.keep_fp32),
         'tried': facts.tried,
         'suits': facts.suits,

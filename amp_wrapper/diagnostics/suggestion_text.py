@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..policy.levels import LEVELS, MEANINGS
+from ..policy.levels import LEVEL_TABLE, LEVELS
 from .keep_fp32_search import KeepSearch
 from .level_study import Study, spread
 from .level_verdicts import MEMORY, SPEED, TIE, LevelFacts, difference, percent, times
@@ -75,7 +75,7 @@ def reason(study: Study) -> str:
         return f'{early}No level can be recommended: {why}.'
     if chosen.level == 'O0':
         return early + _why_fp32(study)
-    text = f'{chosen.level} ({MEANINGS[chosen.level]})'
+    text = LEVEL_TABLE[chosen.level].describe()
     gains = _gains(study, chosen)
     text += f' {gains}.' if gains else '.'
     if chosen.time_ratio is not None and chosen.time_ratio > 1 + TIE and study.prefer == MEMORY:

@@ -98,7 +98,7 @@ class EngineParts:
         self.gradients: ScaledGradients = (
             UnscaledGradients(keeps=self.scales.are_shared, speaks=policy.verbosity >= 1)
             if unscaled
-            else ScaledGradients(Fp32Sums() if policy.sums_in_fp32 else None)
+            else ScaledGradients(Fp32Sums() if policy.accumulate_in_fp32 and policy.casts_model else None)
         )
         self.overflow = Overflow(policy.num_losses, unscaled)
         self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)

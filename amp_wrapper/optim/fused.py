@@ -24,7 +24,7 @@ from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..ops.checks import check_lists
-from ..policy.levels import parse_dtype, spellings
+from ..policy.levels import parse_dtype
 from ..policy.nested import parameters_in
 from ..shards import whole
 from .algorithm import Algorithm, HyperParameters, check_bucket, hyper_parameters
@@ -79,8 +79,8 @@ class FusedOptimizer(Optimizer):
         dtype = parse_dtype(state_dtype)
         if state_dtype is not None and dtype not in (torch.float32, torch.bfloat16):
             problems.append(
-                f'state_dtype={state_dtype!r} of {type(self).__name__} must be {spellings(torch.float32, torch.bfloat16)}, '
-                'or None; float16 has no room for squares of gradients.'
+                f"state_dtype={state_dtype!r} of {type(self).__name__} must be 'float32', 'bfloat16' or None; "
+                'float16 has no room for squares of gradients.'
             )
         if fused is False:
             problems.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,16 +55,12 @@ class Copies:
         return made
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        is_first = not self._tensors.entries
-        if torch.compiler.is_dynamo_compiling():
-            return _rounded(tensor, self.target, is_first)
-        if torch.is_inference_mode_enabled():
-            # a tensor of inference does not count what is written to it
-            with torch.inference_mode(False), torch.no_grad():
-                made = _rounded(tensor, self.target, is_first)
-        else:
-            made = _rounded(tensor, self.target, is_first)
-        if self.target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
+        is_traced = torch.compiler.is_dynamo_compiling()
+        # a tensor of inference does not count what is written to it
+        counts = is_traced or not torch.is_inference_mode_enabled()
+        with nullcontext() if counts else torch.inference_mode(False):
+            made = _rounded(tensor, self.target, is_first=not self._tensors.entries)
+        if not is_traced and self.target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
             # activations would live as long as their copies
             keep_original(made, tensor)
         return made
@@ -80,14 +77,11 @@ class Copies:
         return _unrounded(tensor, original) if tensor.requires_grad else original
 
     def _known_original(self, tensor: Tensor) -> Tensor | None:
-        original: Tensor | None = None
         if not torch.compiler.is_dynamo_compiling():
             return original_of(tensor)
-        for copies in self._within:
-            for given, made, before in copies._tensors.entries:
-                if made is tensor and not _was_written(made, before):
-                    original = given
-        return original
+        entries = [entry for copies in self._within for entry in copies._tensors.entries]
+        known = [given for given, made, before in entries if made is tensor and not _was_written(made, before)]
+        return known[-1] if known else None
 
     def written(self) -> list[tuple[Tensor, Tensor]]:
         """What was written to since it was cast: (tensor, its copy)."""
@@ -97,20 +91,12 @@ class Copies:
         """Let what was written to copies reach the originals.
 
         Returns:
-            ``result`` with the caller's tensors in place of copies that were written to.
+            ``result``; where something was written, with the caller's tensors in place of their copies.
         """
         written = self.written()
         for tensor, made in written:
-            if tensor.shape == made.shape:
-                value = _unrounded(made, tensor)
-            else:
-                # an empty tensor that was given as ``out``
-                value = made
-                tensor.resize_(made.shape)
-            if tensor.requires_grad and tensor.is_leaf:
-                with torch.no_grad():
-                    tensor.copy_(value)
-            else:
+            value, is_leaf = _unrounded(made, tensor), tensor.requires_grad and tensor.is_leaf
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
                 tensor.copy_(value)
             if getattr(tensor, _ORIGINAL, (None,))[0] is made:
                 keep_original(tensor, made)
@@ -132,14 +118,7 @@ class Copies:
             for name, item in attributes_of(made).items():
                 if name not in attributes or item is not attributes[name]:
                     setattr(original, name, self.original(item))
-
-        def given(tensor: Tensor) -> Tensor:
-            for original, made in written:
-                if made is tensor:
-                    return original
-            return tensor
-
-        return map_tensors(given, result)
+        return map_tensors(self.original, result) if written else result
 
     def original(self, value: Any) -> Any:
         """What stands behind a copy; anything else is its own."""

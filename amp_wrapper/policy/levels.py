@@ -29,11 +29,11 @@ from .nested import HALF_TYPES
 OptLevel = Literal['O0', 'O1', 'O2', 'O3', 'O4', 'O5']
 """The names of the levels, for type checkers."""
 
-_SPELLINGS: dict[torch.dtype, list[str]] = {
-    torch.float16: ['float16', 'fp16', 'half'],
-    torch.bfloat16: ['bfloat16', 'bf16'],
-    torch.float32: ['float32', 'fp32', 'float', 'single'],
-    torch.float64: ['float64', 'fp64', 'double'],
+_SPELLINGS = {
+    torch.float16: ('float16', 'fp16', 'half'),
+    torch.bfloat16: ('bfloat16', 'bf16'),
+    torch.float32: ('float32', 'fp32', 'float', 'single'),
+    torch.float64: ('float64', 'fp64', 'double'),
 }
 
 
@@ -52,16 +52,6 @@ def parse_dtype(value: Any) -> torch.dtype | None:
         name = value.strip().lower().removeprefix('torch.')
         return next((dtype for dtype, names in _SPELLINGS.items() if name in names), None)
     return value if isinstance(value, torch.dtype) else None
-
-
-def spellings(*dtypes: torch.dtype) -> str:
-    """Say how types may be written, for error messages: ``"'float16' ('fp16', 'half') or 'bfloat16' ('bf16')"``.
-
-    Args:
-        *dtypes: float16, bfloat16, float32 or float64.
-    """
-    names = map(_SPELLINGS.__getitem__, dtypes)
-    return ' or '.join(f'{first!r} ({", ".join(map(repr, short))})' for first, *short in names)
 
 
 #: apex's ceiling for dynamic loss scales.
@@ -165,24 +155,17 @@ class Policy:
         """Whether anything in the forward pass is 16-bit: the weights, or what autocast casts."""
         return self.casts_model or (self.enabled and self.autocast_dtype is not None)
 
-    @property
-    def sums_in_fp32(self) -> bool:
-        """Whether gradients need FP32 sums beside ``.grad``: with several losses they are summed in FP32 anyway."""
-        return self.accumulate_in_fp32 and self.casts_model and self.num_losses == 1
-
     def to_dict(self) -> dict[str, Any]:
         """Give every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
         dtypes = {name: dtype_name(value) for name, value in fields.items() if isinstance(value, torch.dtype)}
-        # files of 0.2.0 do not have it
-        inputs = {'keep_inputs': list(fields.pop('keep_inputs'))}
         return {
             **fields,
             **dtypes,
             'loss_scale': dataclasses.asdict(self.loss_scale),
             'keep_fp32': [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32],
             'fp32_ops': [{'name': op.name, 'output': op.output} for op in self.fp32_ops],
-            **(inputs if self.keep_inputs else {}),
+            'keep_inputs': list(self.keep_inputs),
         }
 
     def describe(self) -> str:
@@ -220,12 +203,3 @@ LEVEL_TABLE: dict[str, Policy] = {
 LEVELS: tuple[OptLevel, ...] = get_args(OptLevel)
 #: The bfloat16 level of a float16 level, where there is one.
 IN_BFLOAT16: dict[OptLevel, OptLevel] = {'O1': 'O4', 'O2': 'O5'}
-#: What each level is, for messages.
-MEANINGS: dict[str, str] = {
-    'O0': 'FP32 training',
-    'O1': 'per-op casts to float16',
-    'O2': 'float16 model with FP32 masters',
-    'O3': 'pure 16-bit',
-    'O4': 'per-op casts to bfloat16',
-    'O5': 'bfloat16 model with FP32 masters',
-}

@@ -14,22 +14,26 @@ from ..errors import nearest
 
 
 def find(name: str) -> Any:
-    """Find the object behind a dotted name, among the modules that are imported already.
+    """Find the object behind a dotted name, among the modules that are imported already; None where there is none.
 
     A package may shadow a module of its own with a function (``mmcv.ops.nms``): what is no module wins.
 
     Args:
         name: Such as 'mmcv.ops.nms' or 'torch.nn.LayerNorm'.
-
-    Returns:
-        The object, or None where there is none.
     """
-    return _find(name)[0]
+    return getattr(*parent_of(name), None)
 
 
 def parent_of(name: str) -> tuple[Any, str]:
-    """Find where the last part of ``name`` is an attribute: (module or class, attribute name)."""
-    return _find(name)[1], name.rpartition('.')[2]
+    """Find where the last part of ``name`` is an attribute: (module or class, attribute name); (None, '') where it is none."""
+    *path, last = name.split('.')
+    for cut in range(len(path), 0, -1):
+        parent: Any = sys.modules.get('.'.join(path[:cut]))
+        for part in path[cut:]:
+            parent = getattr(parent, part, None)
+        if not isinstance(getattr(parent, last, None), (ModuleType, type(None))):
+            return parent, last
+    return None, ''
 
 
 def name_of(value: Any) -> str:
@@ -40,17 +44,6 @@ def name_of(value: Any) -> str:
     names = [f'{getattr(value, "__module__", None)}.{getattr(value, "__qualname__", None)}']
     names += [f'{module}.{getattr(value, "__name__", None)}' for module in ('torch', 'torch.nn.functional')]
     return next((name for name in names if find(name) is value), '')
-
-
-def _find(name: str) -> tuple[Any, Any]:
-    parts = name.split('.')
-    for cut in range(len(parts) - 1, 0, -1):
-        parent, value = None, sys.modules.get('.'.join(parts[:cut]))
-        for part in parts[cut:]:
-            parent, value = value, getattr(value, part, None)
-        if value is not None and not isinstance(value, ModuleType):
-            return value, parent
-    return None, None
 
 
 def is_function_class(value: Any) -> bool:
@@ -65,39 +58,31 @@ def is_module_class(value: Any) -> bool:
 
 def problem_of(name: str) -> str:
     """Say what is wrong with a name from a configuration, or ''; imports the modules that it names."""
-    first, *others = name.split('.')
-    if not others or not all(part.isidentifier() for part in (first, *others)):
+    if '.' not in name or not all(map(str.isidentifier, name.split('.'))):
         return "must be a dotted name, such as 'mmcv.ops.nms' or 'torch.nn.functional.softmax'"
-    missing = 'is a module: name a function or a class in it'
     try:
         pkgutil.resolve_name(name)
+        missing = 'is a module: name a function or a class in it'
     except AttributeError as error:
         missing = f'does not exist{nearest(error.name or "", dir(error.obj))}'
-        if (first, error.name) == ('mmcv', 'ops'):
-            missing = 'does not exist: mmcv-lite has no mmcv.ops, install mmcv (full) in its place'
+        if name.startswith('mmcv.ops.'):
+            missing += ': mmcv-lite has no mmcv.ops, install mmcv (full) in its place'
     except Exception as error:  # a package may fail in any way
+        first = name.partition('.')[0]
         missing = f'does not exist: {first} is not installed, or cannot be imported ({type(error).__name__}: {error})'
     value = find(name)
     if value is None:
         return missing
-    if isinstance(value, type) and not is_function_class(value) and not is_module_class(value):
-        return 'is a class but no nn.Module and no autograd Function: name one of its methods'
-    if value is nn.Module or value is torch.autograd.Function:
-        return 'is the base of every class of its kind: name one of them'
+    if isinstance(value, type):
+        is_known = is_function_class(value) or is_module_class(value)
+        return '' if is_known else 'is a class but no nn.Module and no autograd Function: name one of its methods'
     if not callable(value):
         return f'cannot be called: it is a {type(value).__name__}. Name a function, a method or a class'
-    if not isinstance(value, type) and not can_be_replaced(*parent_of(name)):
+    if is_immutable(parent_of(name)[0]):
         return 'belongs to a built-in type and cannot be replaced: name the function that calls it'
     return ''
 
 
-def can_be_replaced(parent: Any, attribute: str) -> bool:
-    """Whether an attribute may be set on a module, class or object; tried with what is there."""
-    try:
-        own = attribute in vars(parent)
-        setattr(parent, attribute, vars(parent)[attribute] if own else getattr(parent, attribute))
-        if not own:
-            delattr(parent, attribute)
-    except (AttributeError, TypeError):
-        return False
-    return True
+def is_immutable(holder: Any) -> bool:
+    """Whether the attributes of a class cannot be set, as those of built-in types: Py_TPFLAGS_IMMUTABLETYPE."""
+    return isinstance(holder, type) and bool(holder.__flags__ & 1 << 8)

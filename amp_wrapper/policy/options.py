@@ -14,7 +14,7 @@ import torch
 from typing_extensions import TypedDict
 
 from ..errors import nearest
-from .levels import DEFAULT_MAX_LOSS_SCALE, parse_dtype, spellings
+from .levels import DEFAULT_MAX_LOSS_SCALE, dtype_name, parse_dtype
 
 # -- what a value may be, and what it becomes ----------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Option:
         # 1 is not True
         if any(each(found) if callable(each) else (type(found), found) == (type(each), each) for each in self.allowed):
             return found
-        values = (spellings(each) if isinstance(each, torch.dtype) else repr(each) for each in self.allowed)
+        values = (repr(dtype_name(each) if isinstance(each, torch.dtype) else each) for each in self.allowed)
         close = nearest(str(value), [each for each in self.allowed if isinstance(each, str)])
         problems.append(f'{label}={value!r} must be {self.expected or " or ".join(values)}{close}.')
         return self.default

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from ..errors import AmpConfigError, nearest
 from . import lookup
 from .fp32_registry import CALLER, FLOAT32, Fp32Op
-from .levels import IN_BFLOAT16, LEVEL_TABLE, LEVELS, MEANINGS, LossScaleConfig, OptLevel, Policy
+from .levels import DEFAULT_MAX_LOSS_SCALE, IN_BFLOAT16, LEVEL_TABLE, LEVELS, LossScaleConfig, OptLevel, Policy
 from .nested import HALF_TYPES
 from .options import LOSS_SCALE_OPTIONS, OPTIONS, PolicyOptions
 
@@ -23,6 +23,7 @@ _F16, _BF16, _WIDE = torch.float16, torch.bfloat16, (torch.float32, torch.float6
 _DTYPES: dict[OptLevel, tuple[torch.dtype, ...]] = {
     'O0': _WIDE, 'O1': (_F16, *_WIDE), 'O2': (_F16,), 'O3': (_F16, _BF16), 'O4': (_BF16, *_WIDE), 'O5': (_BF16,),
 }  # fmt: skip
+_CAST_INSTEAD = "write opt_level='O2' (float16) or opt_level='O5' (bfloat16) for a 16-bit model, or leave it out"
 
 
 def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Policy:
@@ -45,15 +46,21 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
     problems: list[str] = []
     given: dict[str, Any] = {name: options.get(name, option.default) for name, option in OPTIONS.items()}
     read = SimpleNamespace(**{name: option.read(name, given[name], problems) for name, option in OPTIONS.items()})
-    read.scale = _read_loss_scale(read.loss_scale, problems)
-    read.fp32_ops = None if read.fp32_ops is None else _find_functions(read.fp32_ops, problems)
+    read.scale_words = _read_loss_scale(read.loss_scale, problems)
+    read.fp32_ops = _find_functions(read.fp32_ops or (), problems)
     if opt_level in LEVELS:
         level = LEVEL_TABLE[IN_BFLOAT16.get(opt_level, opt_level) if read.dtype is _BF16 else opt_level]
+        if level.patch_torch_functions and read.cast_model_type in (False, torch.float32):
+            # no cast is what these levels do
+            read.cast_model_type = None
+        bounds = {'min_scale': read.min_loss_scale, 'max_scale': read.max_loss_scale}
+        own = level.loss_scale if read.loss_scale is None else LossScaleConfig()
+        read.scale = dataclasses.replace(own, **{**bounds, **read.scale_words})
         texts = {name: f'{name}={value!r}' for name, value in {'opt_level': opt_level, **given}.items()}
         problems += [f'{conflict.format(**texts)}.' for conflict in _conflicts(read, level)]
     else:
         close = nearest(str(opt_level).strip().upper(), LEVELS)
-        known = '; '.join(f'{name}: {meaning}' for name, meaning in MEANINGS.items())
+        known = '; '.join(each.describe() for each in LEVEL_TABLE.values())
         problems.append(f'opt_level={opt_level!r} is no opt level{close}. Known are {known}.')
     if problems:
         raise AmpConfigError(problems)
@@ -99,13 +106,9 @@ def _conflicts(read: SimpleNamespace, level: Policy) -> Iterator[str]:
         yield "{dtype} conflicts with {opt_level}: write 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16, 'O0' for FP32"
     if dtype is not None and cast in HALF_TYPES - {dtype}:
         yield '{cast_model_type} contradicts {dtype}: write only one of the two'
-    of_casts = {'cast_model_type': cast in HALF_TYPES, 'keep_batchnorm_fp32': read.keep_batchnorm_fp32 is not None}
-    for name, is_given in (of_casts | {'master_weights': masters is not None}).items():
-        if per_op and is_given:
-            yield (
-                f"{{{name}}} conflicts with {{opt_level}}, whose weights stay FP32: write opt_level='O2' (float16) or "
-                f"opt_level='O5' (bfloat16) for a 16-bit model, or leave it out"
-            )
+    for name in ('cast_model_type', 'keep_batchnorm_fp32', 'master_weights'):
+        if per_op and getattr(read, name) is not None:
+            yield f'{{{name}}} conflicts with {{opt_level}}, whose weights stay FP32: {_CAST_INSTEAD}'
     if read.patch_torch_functions and per_op and dtype in _WIDE:
         yield '{patch_torch_functions} contradicts {dtype}, which means no autocast: write only one of the two'
     if read.patch_torch_functions and not per_op:
@@ -116,32 +119,21 @@ def _conflicts(read: SimpleNamespace, level: Policy) -> Iterator[str]:
         yield '{master_weights} conflicts with {num_losses}, which needs whole masters: write master_weights=True'
     if read.accumulate_in_fp32 and several and is_half and not (level.master_weights if masters is None else masters):
         yield '{accumulate_in_fp32} conflicts with {num_losses}, {opt_level} without masters: write master_weights=True'
-    scale, default = _loss_scale(read, level), OPTIONS['max_loss_scale'].default
-    bounds = {
-        'min_scale': read.min_loss_scale,
-        'max_scale': None if read.max_loss_scale == default else read.max_loss_scale,
-    }
-    low, high = scale.min_scale or 0.0, scale.max_scale or math.inf
-    if any(bound not in (None, read.scale.get(key, bound)) for key, bound in bounds.items()):
+    scale, words, floor, ceiling = read.scale, read.scale_words, read.min_loss_scale, read.max_loss_scale
+    low, high, unbound = scale.min_scale or 0.0, scale.max_scale or math.inf, (None, DEFAULT_MAX_LOSS_SCALE)
+    if floor not in (None, low) or ceiling not in (*unbound, high):
         yield '{loss_scale} contradicts {min_loss_scale} or {max_loss_scale}: write each bound in one place'
     if low > high:
         yield f'min_loss_scale={low:g} is above max_loss_scale={high:g}: lower the floor or raise the ceiling'
-    if not read.scale.get('dynamic', True) and any(bounds.values()):
+    if not words.get('dynamic', True) and (floor is not None or ceiling not in unbound):
         yield "{loss_scale} conflicts with {min_loss_scale}, {max_loss_scale}: write loss_scale='dynamic', or no bounds"
-    elif 'init_scale' in read.scale and scale.dynamic and scale.enabled and not low <= scale.init_scale <= high:
+    elif 'init_scale' in words and scale.dynamic and scale.enabled and not low <= scale.init_scale <= high:
         yield f"loss_scale['init_scale']={scale.init_scale!r} is not between {low:g} and {high:g}: write another scale"
-
-
-def _loss_scale(read: SimpleNamespace, level: Policy) -> LossScaleConfig:
-    """Make the loss scale, which starts where it is asked to, within its bounds or not."""
-    bounds = {'min_scale': read.min_loss_scale, 'max_scale': read.max_loss_scale}
-    own = level.loss_scale if read.loss_scale is None else LossScaleConfig()
-    return dataclasses.replace(own, **{**bounds, **read.scale})
 
 
 def _policy(read: SimpleNamespace, level: Policy, given: Mapping[str, Any]) -> Policy:
     """Apply options without conflicts to a level."""
-    scale = _loss_scale(read, level)
+    scale = read.scale
     if scale.dynamic:
         first = min(max(scale.init_scale, scale.min_scale or 0.0), scale.max_scale or math.inf)
         scale = dataclasses.replace(scale, init_scale=first)
@@ -153,9 +145,7 @@ def _policy(read: SimpleNamespace, level: Policy, given: Mapping[str, Any]) -> P
     if scale == level.loss_scale:
         chosen = {name: value for name, value in chosen.items() if not name.endswith('loss_scale')}
     if level.patch_torch_functions:
-        # no cast is what these levels do. And, as in mmengine's own wrapper, autocast to float32 or float64 is no autocast
-        fields['cast_model_type'] = None
-        chosen.pop('cast_model_type', None)
+        # as in mmengine's own wrapper, autocast to float32 or float64 is no autocast
         if read.dtype in _WIDE or read.patch_torch_functions is False:
             fields['autocast_dtype'] = None
     elif read.cast_model_type is False:

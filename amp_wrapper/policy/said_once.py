@@ -13,12 +13,8 @@ logger = logging.getLogger('amp_wrapper')
 _said: set[str] = set()
 
 
-class _Thread(threading.local):
-    # whether what runs may warn: a model with verbosity=0 may not
-    speaks = False
-
-
-_thread = _Thread()
+# whether what runs on a thread may warn: a model with verbosity=0 may not
+_thread = threading.local()
 
 
 @constant_when_traced
@@ -28,7 +24,8 @@ def speaks(may: bool) -> bool:
     Returns:
         What was so before.
     """
-    before, _thread.speaks = _thread.speaks, may
+    before = getattr(_thread, 'speaks', False)
+    _thread.speaks = may
     return before
 
 
@@ -50,7 +47,7 @@ def warn_once(text: str, kind: str = '') -> bool:
         text: Of the warning.
         kind: What counts as the same warning; the text itself by default.
     """
-    if _thread.speaks and (kind or text) not in _said:
+    if getattr(_thread, 'speaks', False) and (kind or text) not in _said:
         _said.add(kind or text)
         logger.warning('amp: %s', text)
     return True

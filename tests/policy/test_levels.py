@@ -187,16 +187,16 @@ def test_value_that_means_nothing_is_refused_at_each_level() -> None:
     assert unexplained(rows) == []
     for name in ('dtype', 'cast_model_type', 'cast_model_outputs'):
         (text,) = problems(**{name: 'fp15'})
-        assert "'float16' ('fp16', 'half')" in text and "'bfloat16' ('bf16')" in text
+        assert "'float16'" in text and "'bfloat16'" in text
     with pytest.raises(TypeError, match='no_such_option'):
         resolve('O2', no_such_option=1)  # type: ignore[call-arg]
 
 
 def test_level_that_does_not_exist() -> None:
     meant = {'o2': 'O2', ' O4 ': 'O4', '05': 'O5', 1: 'O1', '1': 'O1'}
-    rows = [(value, {}, [f'opt_level={value!r}', 'O0: ', 'O5: ', f"did you mean '{meant[value]}'?"]) for value in meant]
+    rows = [(value, {}, [f'opt_level={value!r}', 'O0 (', 'O5 (', f"did you mean '{meant[value]}'?"]) for value in meant]
     meaningless = ('O6', 'O', '', True, None, ['O1'], 1.0)
-    rows += [(value, {}, [f'opt_level={value!r}', 'O0: ', 'O5: ']) for value in meaningless]
+    rows += [(value, {}, [f'opt_level={value!r}', 'O0 (', 'O5 (']) for value in meaningless]
     assert unexplained(rows) == []
 
 
@@ -349,7 +349,6 @@ WRONG: list[tuple[Any, list[str]]] = [
     ('torch.nn.functional.sofmax', ['does not exist', "did you mean 'softmax'?"]),
     ('no_such_package.ops.nms', ['no_such_package is not installed']),
     ('torch.nn.functional', ['is a module']),
-    ('torch.nn.Module', ['base of every class']),
     ('torch.Size.numel', ['built-in type', 'cannot be replaced']),
     (f'{__name__}.Plain', ['no nn.Module and no autograd Function', 'one of its methods']),
     (f'{__name__}.Plain.value', ['cannot be called', 'int']),
