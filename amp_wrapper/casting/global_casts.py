@@ -43,7 +43,7 @@ class GlobalCasts:
             )
         functions.install()
         if allow_banned:
-            said_once.pass_over(BCE_WARNING)
+            said_once.said.add(BCE_WARNING)
         self._is_on = True
         self._blocks = ExitStack()
         self._blocks.callback(said_once.speaks, said_once.speaks(True))

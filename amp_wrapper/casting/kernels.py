@@ -222,7 +222,7 @@ def _in_range(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         if isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.float32, torch.float64):
             return torch.where(value.isinf(), value, value.clamp(-limit, limit))
         if type(value) in (int, float) and limit < abs(value) < math.inf:
-            said_once.warn_clamped(op.overloadpacket.__name__, value, dtype)
+            said_once.warn_clamped(op.overloadpacket.__name__, dtype)
             return math.copysign(limit, value)
         return value
 

@@ -205,7 +205,7 @@ class CastPlan:
         policy, rules = self.policy, self._rules()
         region.reach()
         if policy.runs_16_bit and policy.verbosity >= 1:
-            said_once.begin()
+            said_once.said.clear()
         for module, rule in rules.items():
             if rule.is_model:
                 cast_module.install(module, rule.model)

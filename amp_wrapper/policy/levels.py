@@ -29,12 +29,9 @@ from .nested import HALF_TYPES
 OptLevel = Literal['O0', 'O1', 'O2', 'O3', 'O4', 'O5']
 """The names of the levels, for type checkers."""
 
-_SPELLINGS = {
-    torch.float16: ('float16', 'fp16', 'half'),
-    torch.bfloat16: ('bfloat16', 'bf16'),
-    torch.float32: ('float32', 'fp32', 'float', 'single'),
-    torch.float64: ('float64', 'fp64', 'double'),
-}
+_F16, _BF16, _F32 = torch.float16, torch.bfloat16, torch.float32
+# beside the names in torch
+_SHORT = {'fp16': _F16, 'bf16': _BF16, 'fp32': _F32, 'single': _F32, 'fp64': torch.float64}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -50,7 +47,7 @@ def parse_dtype(value: Any) -> torch.dtype | None:
     """
     if isinstance(value, str):
         name = value.strip().lower().removeprefix('torch.')
-        return next((dtype for dtype, names in _SPELLINGS.items() if name in names), None)
+        value = _SHORT.get(name, getattr(torch, name, None))
     return value if isinstance(value, torch.dtype) else None
 
 
@@ -175,24 +172,23 @@ class Policy:
         scale, cast = self.loss_scale, self.casts_model
         masters = f'{"split " if self.split_masters else ""}FP32 masters' if self.master_weights else 'no masters'
         kind = 'dynamic loss scale from' if scale.dynamic else 'loss scale'
-        parts = {
-            f'{dtype_name(self.cast_model_type or torch.float32)} weights': True,
-            'FP32 BatchNorm': cast and self.keep_batchnorm_fp32,
-            f'autocast to {dtype_name(self.autocast_dtype or torch.float32)}': self.autocast_dtype is not None,
-            masters: cast,
-            'sums in FP32': cast and self.accumulate_in_fp32,
-            f'{kind} {scale.init_scale:g}' if scale.enabled else 'no loss scale': True,
-            f'{self.num_losses} losses': self.num_losses > 1,
-        }
-        return f'{self.opt_level} ({", ".join(part for part, applies in parts.items() if applies)})'
+        parts = [
+            f'{dtype_name(self.cast_model_type or _F32)} weights',
+            *(['FP32 BatchNorm'] if cast and self.keep_batchnorm_fp32 else []),
+            *([f'autocast to {dtype_name(self.autocast_dtype)}'] if self.autocast_dtype else []),
+            *([masters] if cast else []),
+            *(['sums in FP32'] if cast and self.accumulate_in_fp32 else []),
+            f'{kind} {scale.init_scale:g}' if scale.enabled else 'no loss scale',
+            *([f'{self.num_losses} losses'] if self.num_losses > 1 else []),
+        ]
+        return f'{self.opt_level} ({", ".join(parts)})'
 
 
-_F16, _BF16 = torch.float16, torch.bfloat16
 _SCALE_1 = LossScaleConfig(dynamic=False, init_scale=1.0)
 
 #: The levels as they are without overrides, by name.
 LEVEL_TABLE: dict[str, Policy] = {
-    'O0': Policy('O0', cast_model_type=torch.float32, loss_scale=_SCALE_1, skip_nonfinite=False),
+    'O0': Policy('O0', cast_model_type=_F32, loss_scale=_SCALE_1, skip_nonfinite=False),
     'O1': Policy('O1', autocast_dtype=_F16),
     'O2': Policy('O2', cast_model_type=_F16, keep_batchnorm_fp32=True, master_weights=True),
     'O3': Policy('O3', cast_model_type=_F16, loss_scale=_SCALE_1),

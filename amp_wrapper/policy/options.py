@@ -61,12 +61,8 @@ def _to_flag(value: Any) -> Any:
 
 
 def _to_float(value: Any) -> Any:
-    return float(value) if is_number(value) else value
-
-
-def _to_scale(value: Any) -> Any:
     with suppress(ValueError):
-        return _to_float(float(value) if isinstance(value, str) else value)
+        return float(value) if is_number(value) or isinstance(value, str) else value
     return value
 
 
@@ -124,7 +120,7 @@ _CEILING = dataclasses.replace(_FLOOR, default=DEFAULT_MAX_LOSS_SCALE)
 _SHORT_COUNT = Option(1, (lambda value: is_whole(value, 1, 2**31),), _COUNT)
 _DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=to_dtype)
 _CAST = Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=to_dtype)
-_LOSS_SCALE = Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _to_scale)
+_LOSS_SCALE = Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _to_float)
 _MODULES = _several((str, type), "module classes, their names or patterns of names, such as ['bbox_head.*', 'GRU']")
 _FUNCTIONS = _several((str, Callable, Mapping), 'functions, classes, their dotted names, or dicts of name and output')
 

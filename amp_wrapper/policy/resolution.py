@@ -82,13 +82,11 @@ def _find_functions(items: Iterable[Any], problems: list[str]) -> tuple[Fp32Op, 
     """Find the members of ``fp32_ops``."""
     found = []
     for item in items:
-        words = {'output': CALLER, **(item if isinstance(item, Mapping) else {'name': item})}
-        if words.keys() != {'name', 'output'} or words['output'] not in (CALLER, FLOAT32):
-            problems.append(f"fp32_ops={item!r} must be dict(name=..., output='caller' or 'float32').")
-            continue
+        words = {'name': '', 'output': CALLER, **(item if isinstance(item, Mapping) else {'name': item})}
+        is_meant = len(words) == 2 and words['output'] in (CALLER, FLOAT32)
         op = Fp32Op(lookup.name_of(words['name']), words['output'])
-        problem = lookup.problem_of(op.name)
-        problems += [f'fp32_ops={words["name"]!r} {problem}.'] if problem else []
+        problem = lookup.problem_of(op.name) if is_meant else "must be dict(name=..., output='caller' or 'float32')"
+        problems += [f'fp32_ops={item!r} {problem}.'] if problem else []
         found.append(op)
     return tuple(dict.fromkeys(found))
 

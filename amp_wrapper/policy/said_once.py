@@ -10,9 +10,8 @@ import torch
 from ..compiler_internals import constant_when_traced
 
 logger = logging.getLogger('amp_wrapper')
-_said: set[str] = set()
-
-
+#: What counts as said: of nothing in it a warning is given. It is emptied where another model is prepared.
+said: set[str] = set()
 # whether what runs on a thread may warn: a model with verbosity=0 may not
 _thread = threading.local()
 
@@ -29,16 +28,6 @@ def speaks(may: bool) -> bool:
     return before
 
 
-def begin() -> None:
-    """Another model is prepared: what was said before may be said of it, too."""
-    _said.clear()
-
-
-def pass_over(text: str) -> None:
-    """Leave a warning unsaid."""
-    _said.add(text)
-
-
 @constant_when_traced
 def warn_once(text: str, kind: str = '') -> bool:
     """Log a warning; what it returns means nothing.
@@ -47,23 +36,16 @@ def warn_once(text: str, kind: str = '') -> bool:
         text: Of the warning.
         kind: What counts as the same warning; the text itself by default.
     """
-    if getattr(_thread, 'speaks', False) and (kind or text) not in _said:
-        _said.add(kind or text)
+    if getattr(_thread, 'speaks', False) and (kind or text) not in said:
+        said.add(kind or text)
         logger.warning('amp: %s', text)
     return True
 
 
-def warn_clamped(what: str, value: float, dtype: torch.dtype) -> None:
-    """Warn that a function was given a number beyond the range of a 16-bit type.
-
-    Args:
-        what: The function.
-        value: The number.
-        dtype: float16 or bfloat16.
-    """
-    name = str(dtype).removeprefix('torch.')
+def warn_clamped(what: str, dtype: torch.dtype) -> None:
+    """Warn that a function or module was given finite numbers beyond the range of a 16-bit type."""
     warn_once(
-        f'{what} was given {value:g} beyond the range of {name}, and takes the largest that {name} has '
+        f'{what} was given numbers beyond the range of {dtype}, and takes the largest that it has '
         f'({torch.finfo(dtype).max:g}, with its sign) instead. Write torch.finfo(x.dtype).min in masks, where x is what is '
         f'masked, and .max for limits.',
         'beyond the range',
