@@ -42,9 +42,10 @@ _UPSAMPLING = """
 # rule: {reason: ops}
 _TABLE: dict[str, dict[str, str]] = {
     HALF: {
-        'a product of matrices': 'addmv addr mv chain_matmul linalg_multi_dot einsum',
-        'a convolution by its inner name': 'convolution _convolution _convolution.deprecated',
-        'products of matrices, step by step': f'lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell {_RECURRENT}',
+        'a product of matrices or a convolution, or made of them': f"""
+            addmv addr mv chain_matmul linalg_multi_dot einsum convolution _convolution _convolution.deprecated
+            lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell {_RECURRENT}
+        """,
     },
     FLOAT32: {
         'grows past the largest float16, or loses digits near a pole': """
@@ -64,16 +65,12 @@ _TABLE: dict[str, dict[str, str]] = {
             huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
             multi_margin_loss binary_cross_entropy_with_logits
         """,
-        'weights of neighbours lose digits': _UPSAMPLING,
-        'the same as functions of torch call them; torch.compile writes those without the ops above': ' '.join(
-            f'{op}.vec' for op in _UPSAMPLING.split()
-        ),
+        # .vec is what functions of torch call; torch.compile writes it without the other
+        'weights of neighbours lose digits': ' '.join(f'{op} {op}.vec' for op in _UPSAMPLING.split()),
     },
     PROMOTE: {
         'refuses arguments of mixed types': """
-            addcdiv addcmul atan2 bilinear cross linalg_cross dot vdot grid_sampler index_put tensordot scatter_add
-        """,
-        'refuses arguments of mixed types, also under the autocast of a GPU': """
+            addcdiv addcmul atan2 bilinear cross linalg_cross dot vdot index_put tensordot scatter_add
             index_add index_copy index_reduce lerp.Scalar lerp.Tensor masked_scatter put scatter.src scatter_reduce.two
         """,
     },

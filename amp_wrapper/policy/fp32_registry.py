@@ -57,6 +57,7 @@ BCE_WARNING = (
     'is 100 there, whatever the score, and its gradient is 0 or NaN. It is computed in FP32, which comes too late. Write '
     'binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss, without the sigmoid before it.'
 )
+_NO_KERNEL = 'has no 16-bit kernel on some device, or one that fits few sizes or whose results are far off'
 _LOSS = 'a sum of 16-bit losses overflows, and their logarithms lose all digits'
 # a function of torch has an entry for each of these places in which this torch has it: the inner ones are found even where a
 # model kept a reference to the outer one
@@ -79,23 +80,19 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
         # all but products of matrices, which 16-bit numbers are for, a view, and sums whose kernels add in float32 already.
         # Most have no 16-bit kernel; matrix_exp on a CPU has one that returns garbage; others divide by what 16-bit numbers
         # cancel to. The names below are other ways to the same algorithms
-        'has no 16-bit kernel, or one whose results are far off': f"""
+        _NO_KERNEL: f"""
             {_functions_of(torch.linalg, but='matmul multi_dot diagonal vector_norm')}
+            {_functions_of(torch.fft, but='fftshift ifftshift fftfreq rfftfreq')} stft istft
+            cdist complex histogram histogramdd nanquantile pdist polar quantile view_as_complex
+            avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
             cholesky cholesky_inverse cholesky_solve det frobenius_norm geqrf inverse lobpcg logdet lu lu_solve lu_unpack
             matrix_exp matrix_power norm_except_dim nuclear_norm orgqr ormqr pca_lowrank pinverse qr slogdet svd svd_lowrank
             triangular_solve _weight_norm
-        """,
-        'has no 16-bit kernel, or one for powers of two alone': f"""
-            {_functions_of(torch.fft, but='fftshift ifftshift fftfreq rfftfreq')} stft istft
-        """,
-        'has no 16-bit kernel, or one whose complex results have none': """
-            cdist complex histogram histogramdd nanquantile pdist polar quantile view_as_complex
         """,
         'its eps is 0 in float16, and squares overflow': 'normalize cosine_similarity',
         'divides by the norm of a weight': 'nn.utils.spectral_norm.SpectralNorm.compute_weight',
         'wants one type for values and coordinates, and 16-bit coordinates are off by pixels': 'grid_sample grid_sampler',
         'squares overflow float16 from 256 on': 'local_response_norm',
-        'no 16-bit kernel on a CPU': 'avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa',
     },
     # Read from the sources of mmcv 2.1.0 (CUDA) and tried with its compiled ops (CPU). No kernel there takes bfloat16.
     Fp32Op('mmcv.ops'): {
@@ -103,7 +100,7 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
             chamfer_distance.ChamferDistanceFunction diff_iou_rotated.SortVertices iou3d.boxes_overlap_bev iou3d.nms3d
             furthest_point_sample.FurthestPointSampling furthest_point_sample.FurthestPointSamplingWithDist iou3d.nms3d_normal
             knn.KNN nms.NMSop nms.SoftNMSop nms.nms_match pixel_group.pixel_group points_in_polygons.points_in_polygons
-            scatter_points._DynamicScatter
+            scatter_points._DynamicScatter filtered_lrelu.filtered_lrelu psa_mask.PSAMaskFunction voxelize._Voxelization
         """,
         'areas and offsets of boxes overflow float16 (300 x 300 is too large), and round to many pixels in bfloat16': """
             bbox.bbox_overlaps box_iou_quadri.box_iou_quadri box_iou_rotated.box_iou_rotated convex_iou.convex_giou
@@ -120,8 +117,6 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
             roi_align_rotated.RoIAlignRotatedFunction roiaware_pool3d.RoIAwarePool3dFunction
             roipoint_pool3d.RoIPointPool3dFunction rotated_feature_align.RotatedFeatureAlignFunction
         """,
-        'its filters are float32, which autocast does not respect': 'filtered_lrelu.filtered_lrelu',
-        'no 16-bit kernel on a GPU': 'psa_mask.PSAMaskFunction voxelize._Voxelization',
     },
     Fp32Op('mmcv.ops.focal_loss', FLOAT32): {
         'a loss whose float16 kernel takes the logarithm of 0 at saturated scores': """
