@@ -155,6 +155,8 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """Give every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
+        # files of 0.2.0 do not have it
+        inputs = list(fields.pop('keep_inputs'))
         dtypes = {name: dtype_name(value) for name, value in fields.items() if isinstance(value, torch.dtype)}
         return {
             **fields,
@@ -162,7 +164,7 @@ class Policy:
             'loss_scale': dataclasses.asdict(self.loss_scale),
             'keep_fp32': [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32],
             'fp32_ops': [{'name': op.name, 'output': op.output} for op in self.fp32_ops],
-            'keep_inputs': list(self.keep_inputs),
+            **({'keep_inputs': inputs} if inputs else {}),
         }
 
     def describe(self) -> str:
