@@ -72,6 +72,8 @@ class CastModule(nn.Module):
         if self._amp is None or not self._amp.model.casts:
             load()
         else:
+            if self._amp_link.follower is not None:
+                self._amp_link.follower.adopt()
             state_dicts.load(self, load, state_dict, prefix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -72,16 +72,26 @@ _pairs: MutableMapping[Tensor, Pair] = WeakTensorKeyDictionary()
 pairs_made = 0
 
 
-def make_pair(weight: Tensor, pair: Pair) -> Pair:
+def make_pair(weight: nn.Parameter, name: str, dtype: torch.dtype, splits: bool) -> Pair:
     """Give a weight an FP32 value: it is saved in place of the weight, and loaded values reach it.
 
     Args:
-        weight: A parameter, 16-bit or about to be.
-        pair: Its other half.
+        weight: 16-bit or about to be; its cast replaces the storage of an FP32 weight, which a master takes over.
+        name: What messages call it.
+        dtype: The 16-bit type.
+        splits: Whether the weight is taken apart, in place, rather than given a master.
     """
     global pairs_made
     pairs_made += 1
-    _pairs[weight] = pair
+    value = weight.data.float()
+    if splits:
+        near, remainder = split(value, dtype)
+        partner = nn.Parameter(remainder, requires_grad=False)
+        if weight.dtype is not dtype:
+            replace_data(weight, near)
+    else:
+        partner = nn.Parameter(value, requires_grad=weight.requires_grad)
+    pair = _pairs[weight] = Pair(name, partner, dtype)
     pair.settle(weight)
     return pair
 

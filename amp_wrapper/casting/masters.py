@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from .. import ops
 from ..errors import AmpUsageError, some
 from ..ops import attributes
-from ..ops.split import split
 from ..policy.nested import HALF_TYPES, parameters_of
 from ..shards import Layout
 from ..torch_internals import is_zero, replace_in_zero
@@ -52,9 +51,9 @@ class Masters:
     remainder is taken apart in place, and keeps its place and its state: only the fused optimizers of this package step both
     halves. A weight whose pair another optimizer has made shares it.
 
-    One rule says which weights have an FP32 value, frozen or not: those that come in FP32 and that an optimizer holds. A frozen
-    one that comes in 16-bit loses nothing, and gets its FP32 value when it is trained. What no optimizer holds is rounded for
-    good, in files too.
+    One rule says which weights have an FP32 value, frozen or not: those that come in FP32 and that an optimizer holds, and
+    those that join it. A frozen one that comes in 16-bit loses nothing, and gets its FP32 value when it is trained. What no
+    optimizer holds is rounded for good, in files too.
 
     Args:
         optimizer: Holds the parameters, and its groups are changed in place; None for inference.
@@ -87,14 +86,17 @@ class Masters:
         self._partners: list[nn.Parameter] = []
         # by the id of what is stepped
         self._weight_of: dict[int, nn.Parameter] = {}
-        # 16-bit weights without FP32 values, as long as they are frozen
-        self._frozen: list[nn.Parameter] = []
+        # those that came in 16-bit and frozen, by id: nothing is added to them, so they need no FP32 value until they are trained
+        self._frozen: dict[int, nn.Parameter] = {}
         # version counters and addresses when all pairs last agreed: every step and every forward call compares them
         self._agreed: tuple[bytes, ...] = ()
         self._is_new = True
         self._lists: StepLists | None = None
         if self.have_fp32_values:
-            self._add(p for p in self.parameters() if id(p) in self._names or fp32_values.has_fp32_value(p))
+            has_pair = fp32_values.has_fp32_value
+            frozen = (p for p in self.parameters() if p.dtype in HALF_TYPES and not p.requires_grad and not has_pair(p))
+            self._frozen = {id(parameter): parameter for parameter in frozen}
+            self._add(p for p in self.parameters() if id(p) in self._names or has_pair(p))
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -122,7 +124,9 @@ class Masters:
             device: Where the step runs.
         """
         lists = self._lists
-        is_old = lists is None or lists.device != device or any(weight.requires_grad for weight in self._frozen)
+        is_old = (
+            lists is None or lists.device != device or any(weight.requires_grad for weight in self._frozen.values())
+        )
         if lists is None or is_old or not attributes.same(self.parameters(), lists.parameters):
             self.adopt()
             lists = self._lists = StepLists(self, device)
@@ -142,11 +146,12 @@ class Masters:
             AmpUsageError: A weight with a master was added once more. Nothing has been changed.
         """
         if self.have_fp32_values:
+            self._frozen = {key: weight for key, weight in self._frozen.items() if not weight.requires_grad}
             self._add(weight for weight in self.parameters() if weight.dtype in HALF_TYPES)
 
     def _add(self, weights: Iterable[nn.Parameter]) -> None:
-        """Make or share the pairs of weights, but of those that are stepped here already."""
-        new = [weight for weight in weights if id(weight) not in self._weight_of]
+        """Make or share the pairs of weights, but of frozen ones, and of those that are stepped here already."""
+        new = [weight for weight in weights if id(weight) not in self._weight_of and id(weight) not in self._frozen]
         known = set(map(id, self._weights))
         twice = [self._name(weight) for weight in new if id(weight) in known]
         if twice:
@@ -154,14 +159,11 @@ class Masters:
                 f'{some(twice)} was added to the optimizer a second time: it has a master there already. Leave it out of '
                 f'add_param_group().'
             )
-        self._frozen, masters = [], {}
+        masters = {}
         for weight in new:
-            pair = fp32_values.pair_of(weight)
-            if pair is None and weight.dtype in HALF_TYPES and not weight.requires_grad:
-                # nothing is added to it, so it needs no FP32 value beside it
-                self._frozen.append(weight)
-                continue
-            pair = pair or self._make_pair(weight)
+            dtype = (self._dtype if id(weight) in self._names else None) or weight.dtype
+            known_pair = fp32_values.pair_of(weight)
+            pair = known_pair or fp32_values.make_pair(weight, self._name(weight), dtype, self.kind == 'split')
             stepped = weight if pair.is_split else pair.partner
             self._records.append(pair)
             self._weights.append(weight)
@@ -172,19 +174,6 @@ class Masters:
                 masters[id(weight)] = stepped
         self._agreed = ()
         self._replace(masters)
-
-    def _make_pair(self, weight: nn.Parameter) -> Pair:
-        # an FP32 weight hands over its storage: its cast replaces it right after
-        value, name = weight.data.float(), self._name(weight)
-        dtype = (self._dtype if id(weight) in self._names else None) or weight.dtype
-        if self.kind == 'whole':
-            partner = nn.Parameter(value, requires_grad=weight.requires_grad)
-        else:
-            near, bits = split(value, dtype)
-            partner = nn.Parameter(bits, requires_grad=False)
-            if weight.dtype is not dtype:
-                fp32_values.replace_data(weight, near)
-        return fp32_values.make_pair(weight, Pair(name, partner, dtype))
 
     def _name(self, weight: Tensor) -> str:
         return self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')

@@ -15,6 +15,7 @@ from torch import nn
 from ..casting.cast_module import link_of, rule_of
 from ..casting.masters import Masters
 from ..compiler_internals import constant_when_traced, never_compiled
+from ..policy.nested import HALF_TYPES
 from . import averages, graph_calls
 
 
@@ -54,10 +55,16 @@ class FollowMasters:
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        for reference in self.followed:
-            masters = reference()
-            if masters is not None:
-                masters.synchronise()
+        for masters in self._masters():
+            masters.synchronise()
+
+    def adopt(self) -> None:
+        """Weights that have joined an optimizer get their FP32 values: numbers are about to be loaded."""
+        for masters in self._masters():
+            masters.adopt()
+
+    def _masters(self) -> list[Masters]:
+        return [masters for masters in (reference() for reference in self.followed) if masters is not None]
 
 
 def watch(roots: Iterable[nn.Module], masters: Masters) -> None:
@@ -67,13 +74,12 @@ def watch(roots: Iterable[nn.Module], masters: Masters) -> None:
         roots: Cast models.
         masters: Those of one optimizer.
     """
-    with_master = {id(weight) for weight, _ in masters.pairs}
     for root in roots:
         follower = link_of(root).follower or FollowMasters()
         follower.followed.append(ref(masters))
         link_of(root).follower = follower
         for module in root.modules():
-            # where somebody calls the module directly
-            has_masters = any(id(weight) in with_master for weight in module.parameters(recurse=False))
-            if has_masters and rule_of(module) is not None:
+            # where somebody calls the module directly, or loads it
+            has_weights = any(weight.dtype in HALF_TYPES for weight in module.parameters(recurse=False))
+            if has_weights and rule_of(module) is not None:
                 link_of(module).follower = follower

@@ -91,7 +91,6 @@ def test_masters_are_the_unrounded_weights_with_their_state(level: str, door: st
         assert same(optimizer.state.get(master, {}), state)
 
 
-@pytest.mark.xfail(strict=True, reason='casting')
 @pairs(level=MASTERED, frozen=[False, True])
 def test_load_into_a_weight_that_has_just_joined_the_optimizer_is_not_rounded(level: str, frozen: bool) -> None:
     run = trained(level, 'amp', lambda parameters: still(list(parameters)[1:]))

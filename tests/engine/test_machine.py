@@ -100,8 +100,6 @@ class Training(RuleBasedStateMachine):
     @rule(part=PARTS, value=WRITTEN)
     def load_weight(self, part: int, value: float) -> None:
         if part < self.plain.grouped:
-            # one that has just joined gets its master here
-            self.ours.masters()
             self.act('load_weight', part, value)
             self.written.pop(part, None)
 
@@ -113,8 +111,6 @@ class Training(RuleBasedStateMachine):
     @rule(part=PARTS, on=st.booleans())
     def train(self, part: int, on: bool) -> None:
         """Freeze a weight, or let it train."""
-        # one that has just joined gets its master here
-        self.ours.masters()
         self.act('train', part, on)
 
     @precondition(lambda self: not self.may_step and self.plain.grouped == 1)
@@ -123,8 +119,6 @@ class Training(RuleBasedStateMachine):
         for training in self.both:
             # what they got before they joined carries the loss scale: test_gradients.py has that, as an open defect
             training.model.parts[1].zero_grad()
-            # test_masters.py has what becomes of one that joins frozen, as an open defect
-            training.train(1, True)
         self.act('add_group')
 
     @precondition(lambda self: not self.may_step)
