@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..compiler_internals import never_compiled
 from ..errors import AmpAttachError, ScriptingError
 from ..policy.fp32_registry import FP32_METHODS
+from ..policy.nested import HALF_TYPES
 from . import calls, checks, fp32_values, functions, recompute, region, state_dicts
 from .modules import own_tensors
 from .rule import Link, Model, Rule
@@ -101,7 +102,8 @@ class CastModule(nn.Module):
         if self._amp_link.trains:
             take_off(copied)
             for (_, mine), (_, theirs) in zip(own_tensors(copied), own_tensors(self)):
-                state_dicts.become_fp32(mine, theirs)
+                if mine.dtype in HALF_TYPES:
+                    mine.data, mine.grad = fp32_values.in_fp32(theirs).detach().clone(), None
         return copied
 
     def __prepare_scriptable__(self) -> Any:

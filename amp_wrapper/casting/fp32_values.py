@@ -151,13 +151,10 @@ def write_fp32(tensor: Tensor, value: Tensor) -> None:
     """Give a weight an FP32 value: its master or remainder takes it unrounded, the weight rounded.
 
     Args:
-        tensor: A 16-bit weight; one without an FP32 value takes the rounded value alone.
+        tensor: A 16-bit weight that has one.
         value: Of the same shape; any floating type, on any device.
     """
-    pair = _pairs.get(tensor)
-    if pair is None:
-        tensor.copy_(value)
-        return
+    pair = _pairs[tensor]
     near = exact = value.to(tensor.device, torch.float32)
     if pair.is_split:
         near, exact = split(exact, pair.dtype)
@@ -172,23 +169,20 @@ def take_up_edits(tensor: Tensor) -> Tensor | bool:
     That finds edits of the weight through ``.data``, which leave no other trace.
 
     Returns:
-        Whether the weight had been changed, as a flag on the device where it has a master; False without an FP32 value.
+        Whether the weight had been changed, as a flag on the device where it has a master; False where it has none.
 
     Raises:
         AmpUsageError: Both sides were written to.
     """
     pair = _pairs.get(tensor)
-    if pair is None:
-        return False
-    edited = pair.edited(tensor)
-    if edited in ('master', 'both'):
+    if pair is None or pair.edited(tensor) in ('master', 'both'):
         agree([tensor])
         return False
     flags = weights_win([tensor])
-    return edited == 'weight' if pair.is_split else flags[0]
+    return False if pair.is_split else flags[0]
 
 
-def agree(weights: Iterable[Tensor], refuses: bool = True) -> bool:
+def agree(weights: Iterable[Tensor]) -> None:
     """Copy between each weight and its FP32 value, from the side that somebody wrote to. No host read.
 
     A weight whose ``.data`` was replaced by numbers of another type becomes 16-bit again; its FP32 value takes them as they
@@ -196,10 +190,6 @@ def agree(weights: Iterable[Tensor], refuses: bool = True) -> bool:
 
     Args:
         weights: Those without an FP32 value are passed over.
-        refuses: Whether it is an error if both sides were written to; such a pair is left alone otherwise.
-
-    Returns:
-        Whether all agree now.
 
     Raises:
         AmpUsageError: Both sides were written to. Nothing has been changed.
@@ -209,7 +199,7 @@ def agree(weights: Iterable[Tensor], refuses: bool = True) -> bool:
         pair = _pairs.get(weight)
         if pair is not None:
             written[pair.edited(weight) if weight.dtype is pair.dtype else 'type'].append(weight)
-    if written['both'] and refuses:
+    if written['both']:
         raise AmpUsageError(
             f'both sides of {some([_pairs[weight].name for weight in written["both"]])} were written to since they last '
             f'agreed: the 16-bit weight in the model, and the FP32 master that the optimizer steps (amp.master_params, '
@@ -220,27 +210,23 @@ def agree(weights: Iterable[Tensor], refuses: bool = True) -> bool:
         value = weight.data
         replace_data(weight, value.to(_pairs[weight].dtype))
         write_fp32(weight, value)
-    if written['master']:
-        masters_win(written['master'])
-    if written['weight']:
-        weights_win(written['weight'])
-    return not written['both']
+    masters_win(written['master'])
+    weights_win(written['weight'])
 
 
 @torch.no_grad()
-def weights_win(weights: Iterable[Tensor], hidden: bool = False) -> Tensor:
+def weights_win(weights: Iterable[Tensor]) -> Tensor:
     """Masters take what differs from them rounded, bit for bit; remainders of edited weights become 0. No host read.
 
     Args:
         weights: Those that are not 16-bit, or have no FP32 value, are passed over.
-        hidden: Whether weights with remainders were edited, even where nothing shows it.
 
     Returns:
         For each weight with a master, whether anything differed: bool, on the device.
     """
     found = paired(weights)
     for weight, pair in found:
-        if pair.is_split and (hidden or pair.edited(weight)):
+        if pair.is_split and pair.edited(weight):
             pair.partner.zero_()
     whole = [(weight, pair.partner) for weight, pair in found if not pair.is_split]
     flags = ops.multi_tensor_refresh([weight for weight, _ in whole], [master for _, master in whole])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -28,7 +28,6 @@ class StepLists:
         copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
         device: Where the step runs.
         on_one_device: Whether all weights are there.
-        layout: On which ranks they lie, where they are sharded.
         pairs: (model weight, FP32 master) where there is one.
     """
 
@@ -39,7 +38,6 @@ class StepLists:
         self.copies = [None if pair is None else pair.partner if pair.is_split else weight for weight, pair in found]
         self.device = device
         self.on_one_device = all(weight.device == device for weight in self.weights)
-        self.layout = Layout(self.weights)
         self.pairs = masters.pairs
 
 
@@ -65,6 +63,7 @@ class Masters:
         kind: As given.
         have_fp32_values: Whether 16-bit weights have an FP32 value beside their own.
         pairs: (model weight, FP32 master) for each weight with a master, in the order of the optimizer.
+        layout: On which ranks the weights lay at the last step, where they are sharded.
     """
 
     def __init__(
@@ -78,25 +77,25 @@ class Masters:
         self.kind = kind
         self.have_fp32_values = kind != 'none'
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.layout = Layout(())
         self._dtype = dtype
         self._names = {id(weight): name for name, weight in (weights or {}).items()}
-        # the pairs in the order of the optimizer, and both sides of each
-        self._records: list[Pair] = []
+        # the weights with FP32 values in the order of the optimizer, their partners, and what is known of both
         self._weights: list[nn.Parameter] = []
         self._partners: list[nn.Parameter] = []
-        # by the id of what is stepped
+        self._records: list[Pair] = []
+        # by the id of the master
         self._weight_of: dict[int, nn.Parameter] = {}
-        # those that came in 16-bit and frozen, by id: nothing is added to them, so they need no FP32 value until they are trained
+        # those that came in 16-bit and frozen, by id: nothing is added to them, so they need no FP32 value until they train
         self._frozen: dict[int, nn.Parameter] = {}
         # version counters and addresses when all pairs last agreed: every step and every forward call compares them
         self._agreed: tuple[bytes, ...] = ()
         self._is_new = True
         self._lists: StepLists | None = None
         if self.have_fp32_values:
-            has_pair = fp32_values.has_fp32_value
-            frozen = (p for p in self.parameters() if p.dtype in HALF_TYPES and not p.requires_grad and not has_pair(p))
-            self._frozen = {id(parameter): parameter for parameter in frozen}
-            self._add(p for p in self.parameters() if id(p) in self._names or has_pair(p))
+            given = self.parameters()
+            self._frozen = {id(p): p for p in given if p.dtype in HALF_TYPES and not p.requires_grad}
+            self._add([p for p in given if id(p) in self._names or fp32_values.has_fp32_value(p)])
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -123,19 +122,13 @@ class Masters:
         Args:
             device: Where the step runs.
         """
-        lists = self._lists
-        is_old = (
-            lists is None or lists.device != device or any(weight.requires_grad for weight in self._frozen.values())
-        )
-        if lists is None or is_old or not attributes.same(self.parameters(), lists.parameters):
+        trains = any(weight.requires_grad for weight in self._frozen.values())
+        lists = None if trains else self._lists
+        if lists is None or lists.device != device or not attributes.same(self.parameters(), lists.parameters):
             self.adopt()
             lists = self._lists = StepLists(self, device)
+            self.layout = Layout(lists.weights)
         return lists
-
-    @property
-    def layout(self) -> Layout:
-        """On which ranks they lay at the last step, where they are sharded."""
-        return Layout(()) if self._lists is None else self._lists.layout
 
     # -- pairs are made and released ---------------------------------------------------------------------------------
 
@@ -147,48 +140,48 @@ class Masters:
         """
         if self.have_fp32_values:
             self._frozen = {key: weight for key, weight in self._frozen.items() if not weight.requires_grad}
-            self._add(weight for weight in self.parameters() if weight.dtype in HALF_TYPES)
+            self._add([weight for weight in self.parameters() if weight.dtype in HALF_TYPES])
 
-    def _add(self, weights: Iterable[nn.Parameter]) -> None:
+    def _add(self, weights: Sequence[nn.Parameter]) -> None:
         """Make or share the pairs of weights, but of frozen ones, and of those that are stepped here already."""
-        new = [weight for weight in weights if id(weight) not in self._weight_of and id(weight) not in self._frozen]
         known = set(map(id, self._weights))
-        twice = [self._name(weight) for weight in new if id(weight) in known]
+        twice = [pair.name for weight, pair in fp32_values.paired(weights) if id(weight) in known and not pair.is_split]
         if twice:
             raise AmpUsageError(
                 f'{some(twice)} was added to the optimizer a second time: it has a master there already. Leave it out of '
                 f'add_param_group().'
             )
-        masters = {}
-        for weight in new:
-            dtype = (self._dtype if id(weight) in self._names else None) or weight.dtype
-            known_pair = fp32_values.pair_of(weight)
-            pair = known_pair or fp32_values.make_pair(weight, self._name(weight), dtype, self.kind == 'split')
-            stepped = weight if pair.is_split else pair.partner
-            self._records.append(pair)
+        for weight in weights:
+            pair = fp32_values.pair_of(weight)
+            if id(weight) in known or (pair is None and id(weight) in self._frozen):
+                continue
+            pair = pair or self._make_pair(weight)
             self._weights.append(weight)
             self._partners.append(pair.partner)
-            self._weight_of[id(stepped)] = weight
-            if stepped is not weight:
-                self.pairs.append((weight, stepped))
-                masters[id(weight)] = stepped
+            self._records.append(pair)
         self._agreed = ()
-        self._replace(masters)
+        if self.kind == 'whole':
+            self.pairs = list(zip(self._weights, self._partners))
+            self._weight_of = {id(master): weight for weight, master in self.pairs}
+            self._replace({id(weight): master for weight, master in self.pairs})
 
-    def _name(self, weight: Tensor) -> str:
-        return self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
+    def _make_pair(self, weight: nn.Parameter) -> Pair:
+        name = self._names.get(id(weight))
+        dtype = self._dtype if name and self._dtype else weight.dtype
+        name = name or f'<parameter of shape {tuple(weight.shape)}>'
+        return fp32_values.make_pair(weight, name, dtype, splits=self.kind == 'split')
 
     def _replace(self, others: Mapping[int, nn.Parameter]) -> None:
         """Let the optimizer step others in place of some tensors, given by id, with the same state."""
-        if self.optimizer is None or not others:
+        replaced = [parameter for parameter in self.parameters() if id(parameter) in others]
+        if self.optimizer is None or not replaced:
             return
+        state = self.optimizer.state
+        for parameter in replaced:
+            if parameter in state:
+                state[others[id(parameter)]] = state.pop(parameter)
         for group in self.optimizer.param_groups:
-            for index, parameter in enumerate(group['params']):
-                other = others.get(id(parameter))
-                if other is not None:
-                    group['params'][index] = other
-                    if parameter in self.optimizer.state:
-                        self.optimizer.state[other] = self.optimizer.state.pop(parameter)
+            group['params'][:] = [others.get(id(parameter), parameter) for parameter in group['params']]
         if is_zero(self.optimizer):
             replace_in_zero(self.optimizer, others)
 
@@ -223,16 +216,14 @@ class Masters:
             ops.multi_tensor_copy(self._partners, self._weights)
         self.settle()
 
-    def synchronise(self, refuses: bool = True) -> None:
+    def synchronise(self) -> None:
         """As :func:`~amp_wrapper.casting.fp32_values.agree` for all pairs. Where nobody wrote, this compares numbers.
-
-        Args:
-            refuses: As there.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        if self._state() != self._agreed and fp32_values.agree(self._weights, refuses):
+        if self._state() != self._agreed:
+            fp32_values.agree(self._weights)
             self._agreed = self._state()
 
     def before_step(self, busy: Container[Tensor] = ()) -> None:
@@ -254,57 +245,47 @@ class Masters:
         if compared:
             fp32_values.weights_win(compared)
 
-    # -- what the user says ------------------------------------------------------------------------------------------
+    def changed(self, side: Literal['weight', 'master'], tensors: Iterable[Tensor] | None) -> list[str]:
+        """Take up what the user says was edited on one side, perhaps through ``.data``, on the other one.
 
-    def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
-        """Take up edits of weights, also those through ``.data``, in their FP32 values. Syncs.
+        Where there are remainders, what the optimizer steps are the weights: they count as both.
 
         Args:
-            tensors: The edited weights; all by default.
+            side: Of weights, the FP32 values follow. Syncs. Of masters, the weights follow. No host read.
+            tensors: What was edited; all of that side by default.
 
         Returns:
-            The names of those that differed from their masters, or that have a remainder.
+            The names of weights that differed from their masters, or that have a remainder; none of masters.
 
         Raises:
-            AmpUsageError: A master among ``tensors``; or no ``tensors``, and there are remainders, or a master was written to.
+            AmpUsageError: Tensors of the other side; or no ``tensors``, and there are remainders, or the other side was written
+                to as well.
         """
-        chosen = fp32_values.paired(self._chosen('weight', tensors))
-        flags = fp32_values.weights_win([weight for weight, _ in chosen], hidden=True).tolist() or [True] * len(chosen)
-        return [pair.name for (_, pair), differs in zip(chosen, flags) if differs]
-
-    def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
-        """Copy edited masters to their weights, also after edits through ``.data``. No host read.
-
-        Where there are remainders, what the optimizer steps are the weights: as :meth:`weights_changed`.
-
-        Args:
-            tensors: The edited masters; all by default.
-
-        Raises:
-            AmpUsageError: A 16-bit weight among ``tensors``; no ``tensors``, and a weight was written to as well.
-        """
-        if self.kind == 'split':
-            self.weights_changed(tensors)
-        else:
-            fp32_values.masters_win(self._chosen('master', tensors))
-
-    def _chosen(self, side: Literal['weight', 'master'], tensors: Iterable[Tensor] | None) -> list[nn.Parameter]:
-        """The 16-bit weights of which somebody says that one side was edited."""
-        sides = {'weight': self._weights, 'master': self._partners}
-        own, other = sides.pop(side), *sides
-        if tensors is None:
-            found = fp32_values.paired(self._weights)
-            unclear = [pair.name for weight, pair in found if pair.is_split or pair.edited(weight) in (other, 'both')]
-            if unclear:
+        other = 'master' if side == 'weight' else 'weight'
+        given = None if tensors is None else set(map(id, tensors))
+        chosen, unclear = [], []
+        for weight, pair in fp32_values.paired(self._weights):
+            own, beside = (weight, pair.partner) if side == 'weight' or pair.is_split else (pair.partner, weight)
+            if given is None and (pair.is_split or pair.edited(weight) in (other, 'both')):
+                unclear.append(pair.name)
+            elif given is None or id(own) in given:
+                chosen.append((weight, pair))
+            elif id(beside) in given:
                 raise AmpUsageError(
-                    f'{side}s_changed() without names, but the {other}s of {some(unclear)} were written to as well, or are '
-                    f"split (master_weights='split'), and would be lost: name what you edited, {side}s_changed([...])."
+                    f'{side}s_changed() was given a {other} (masters are in amp.master_params, weights in the model): call '
+                    f'{other}s_changed([...]) where that is what you edited, or name the {side}.'
                 )
-            return self._weights
-        given = set(map(id, tensors))
-        if given.intersection(map(id, sides[other])):
+        if unclear:
             raise AmpUsageError(
-                f'{side}s_changed() was given a {other} (masters are in amp.master_params, weights in the model): call '
-                f'{other}s_changed([...]) where that is what you edited, or name the {side}.'
+                f'{side}s_changed() without names, but the {other}s of {some(unclear)} were written to as well, or are split '
+                f"(master_weights='split'), and would be lost: name what you edited, {side}s_changed([...])."
             )
-        return [weight for weight, tensor in zip(self._weights, own) if id(tensor) in given]
+        weights = [weight for weight, _ in chosen]
+        if side == 'master' and self.kind == 'whole':
+            fp32_values.masters_win(weights)
+            return []
+        for _, pair in chosen:
+            # though nothing may show it
+            pair.agreed = ()
+        differ = fp32_values.weights_win(weights).tolist() or [True] * len(chosen)
+        return [pair.name for (_, pair), differs in zip(chosen, differ) if differs]

@@ -75,10 +75,3 @@ def _is_rounded(value: Any, weight: Tensor) -> bool:
         return False
     rounded = value.to(weight.device, torch.float32).to(weight.dtype)
     return rounded.view(torch.int16).equal(weight.detach().view(torch.int16))
-
-
-def become_fp32(mine: Tensor, theirs: Tensor) -> None:
-    """Let a copied tensor take the FP32 value of its original, and keep its identity."""
-    if mine.dtype in HALF_TYPES:
-        mine.data = fp32_values.in_fp32(theirs).detach().clone()
-        mine.grad = None

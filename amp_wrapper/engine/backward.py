@@ -112,7 +112,9 @@ class BackwardPass:
     def _prepare(self, engine: EngineParts) -> bool:
         """Returns whether the gradients of the pass are averaged over the ranks; True without several ranks."""
         engine.end_rescalings()
-        engine.adopt_late()
+        if engine.gradients.unscaled:
+            # parameters that add_param_group has added get their masters
+            engine.lists()
         engine.forget_cleared()
         averaged = engine.ddp.begin_backward() and not engine.reductions.hold_back
         engine.check_rest()

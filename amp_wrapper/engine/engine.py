@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -122,8 +122,9 @@ class AmpEngine:
         Masters of weights that somebody wrote to have the new values."""
         params = self.parts.params
         params.adopt()
-        # where weight and master were both written to, the error comes when one of them would be lost
-        params.synchronise(refuses=False)
+        with suppress(AmpUsageError):
+            # where weight and master were both written to, the error comes when one of them would be lost
+            params.synchronise()
         yield from params.parameters()
 
     def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
@@ -138,7 +139,7 @@ class AmpEngine:
         Raises:
             AmpUsageError: No ``tensors``, and the weights are split, or a master was written to as well; a master among them.
         """
-        return self.parts.params.weights_changed(tensors)
+        return self.parts.params.changed('weight', tensors)
 
     def masters_changed(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Say that FP32 masters were edited, through ``.data`` too: the weights follow the masters. No host read.
@@ -149,7 +150,7 @@ class AmpEngine:
         Raises:
             AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
         """
-        self.parts.params.masters_changed(tensors)
+        self.parts.params.changed('master', tensors)
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 

@@ -260,11 +260,6 @@ class EngineParts:
             self.overflow.take(found[: len(flags)].clamp(max=1).float())
         return None if norm is None else norm.of_all(found[-1])
 
-    def adopt_late(self) -> None:
-        """Make masters for parameters that ``add_param_group`` has added, before a backward pass."""
-        if self.gradients.unscaled and self.params.have_fp32_values:
-            self.lists()
-
     def take_up(self, makes_room: bool) -> None:
         """Masters follow what happened to the gradients of their weights since the last backward pass.
 
