@@ -130,6 +130,7 @@ EDITS: dict[str, dict[str, Callable[[Any], Any]]] = {
         'copy_': quietly(lambda model: model.fc.weight.copy_(FINE)),
         'clamp_': quietly(lambda model: model.fc.weight.mul_(2).clamp_(-0.3, 0.3)),
         'view': quietly(lambda model: model.fc.weight[0].mul_(2.0)),
+        'and moved': quietly(lambda model: (model.fc.weight.copy_(FINE), model.share_memory())),
     },
     # have another address
     'replaced': {

@@ -160,6 +160,7 @@ def test_split_values_are_saved_detached_and_averaged_exactly(level: str) -> Non
     wrapper = split(model, level)
     for _ in range(2):
         wrapper.attach(model)
+        model.share_memory()
         assert weight.dtype is CAST[level] and wrapper.optimizer.param_groups[0]['params'][0] is weight
         for found in (model.state_dict()['0.weight'], copy.deepcopy(model)[0].weight):
             assert same_bits(found.detach(), values)
