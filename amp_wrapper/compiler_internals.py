@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
@@ -58,21 +57,7 @@ def eager() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class _Calls(threading.local):
-    # what is untraced, and was called by code that is compiled
-    from_compiled = 0
-
-
-_calls = _Calls()
 _listeners: list[Callable[[], None]] = []
-
-
-def is_called_by_compiled_code() -> bool:
-    """Of a function that is :func:`untraced`: whether code that is compiled calls it, between two graphs, on this thread.
-
-    Before 2.13 nobody can tell, and it is False.
-    """
-    return _calls.from_compiled > 0
 
 
 def before_compiled_calls(listener: Callable[[], None]) -> None:
@@ -135,13 +120,7 @@ def untraced(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # what compiles the frames of this thread: None where nothing does
-        if frame_compiler() is None:
-            return function(*args, **kwargs)
-        _calls.from_compiled += 1
-        try:
-            return untraced_call(*args, **kwargs)
-        finally:
-            _calls.from_compiled -= 1
+        return (function if frame_compiler() is None else untraced_call)(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     never_compiled(call)

@@ -225,8 +225,7 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 
     With ``persistent_workers=True`` a loader keeps its first iterator, and nothing public lets go of it. Since 1.7.
     """
-    if getattr(loader, '_iterator', None) is not None:
-        loader._iterator = None
+    loader._iterator = None
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

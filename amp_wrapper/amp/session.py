@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..casting import checks, hugging_face, region
 from ..casting.sharding import Sharding
-from ..compiler_internals import is_called_by_compiled_code, untraced
+from ..compiler_internals import untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
@@ -32,8 +31,6 @@ from ..policy.levels import Policy
 from ..policy.nested import parameters_of
 from ..torch_internals import note_step
 from . import functions, known_models, watches
-
-logger = logging.getLogger('amp_wrapper')
 
 _sessions: list[ReferenceType[Session]] = []
 _session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
@@ -135,7 +132,6 @@ class Session:
         @functools.wraps(getattr(own_step, '__func__', own_step))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self.thread = threading.get_ident()
-            _say_if_compiled()
             if inner and not engine.is_plain and callable(args[0] if args else kwargs.get(closure)):
                 # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
                 return own_step(*args, **kwargs)
@@ -206,20 +202,6 @@ class Session:
         """Say what was skipped up to now. Syncs."""
         for engine in self.engines:
             self._read(engine, wait=True)
-
-
-_said_compiled = False
-
-
-def _say_if_compiled() -> None:
-    """A step is part of what somebody has compiled: once in a process, say that it runs as it is."""
-    global _said_compiled
-    if not _said_compiled and is_called_by_compiled_code():
-        _said_compiled = True
-        logger.warning(
-            'amp: torch.compile does not compile optimizer.step(), which runs as it is: a few passes of compiled ops over '
-            'lists of tensors. Compile the model, or the function that computes the loss.'
-        )
 
 
 def _share_gradients(engine: AmpEngine) -> None:
