@@ -176,6 +176,19 @@ def test_a_wrapper_that_says_it_survives_the_cast_is_taken(here: Here) -> None:
     same_on_all_ranks(here, grads(model), 'gradients')
 
 
+@pairs(level=('O1', 'O4'))
+@on_ranks()
+def test_what_is_unfrozen_before_the_level_is_attached_is_averaged(here: Here, level: str) -> None:
+    net = Layers()
+    net.first.requires_grad_(False)
+    model = wrapped(here, net)
+    net.first.requires_grad_(True)
+    wrapper = optim_wrapper(net.parameters(), level)
+    wrapper.attach(model)
+    backward(wrapper, model, batch(here, 0), side=True)
+    same_on_all_ranks(here, grads(net), 'gradients')
+
+
 @pairs(level=('O2', 'O5'), unused=(False, True), late=(False, True))
 @on_ranks()
 def test_parameters_that_are_unfrozen_are_averaged(here: Here, level: str, unused: bool, late: bool) -> None:
