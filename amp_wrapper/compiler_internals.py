@@ -6,10 +6,11 @@ Nothing here loads ``torch._dynamo``, which takes seconds, before something is c
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -137,13 +138,28 @@ def never_compiled(function: Callable[..., Any], with_callees: bool = False) -> 
         with_callees: Whether to keep it from what the function calls, too; not in 2.6.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    code = cast(Any, function).__code__
-    if hasattr(frames, 'skip_code'):
-        frames.skip_code(code)
-    else:
-        action = frames._FrameAction
-        inside = action.SKIP if with_callees else action.DEFAULT
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, inside))
+    codes = [cast(Any, function).__code__]
+    for code in codes:
+        # the functions, and in Python 3.10 and 3.11 the comprehensions, inside
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        if hasattr(frames, 'skip_code'):
+            frames.skip_code(code)
+        else:
+            action = frames._FrameAction
+            inside = action.SKIP if with_callees else action.DEFAULT
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, inside))
+
+
+def never_compiled_alone(names: Mapping[str, Any]) -> None:
+    """Keep ``torch.compile`` from compiling the functions and methods of a module by themselves. They are traced with a caller.
+
+    Args:
+        names: The ``globals()`` of the module, at its end.
+    """
+    classes = [value for value in names.values() if isinstance(value, type)]
+    for value in itertools.chain(names.values(), *(vars(cls).values() for cls in classes)):
+        if isinstance(value, FunctionType) and value.__code__.co_filename == names['__file__']:
+            never_compiled(value)
 
 
 def eager_block(manager: _Function) -> _Function:

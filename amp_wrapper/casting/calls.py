@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compiler_internals import never_compiled
+from ..compiler_internals import never_compiled_alone
 from ..policy import said_once
 from ..policy.copies import Copies
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
@@ -100,11 +100,6 @@ def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, k
     return cast_tensors(result, dtype, _FLOAT32 if rule.gives_back else CASTABLE, rule.enter)
 
 
-# where a graph breaks inside of them they run as they are, and what they call may be compiled
-for _function in (by_rule, _trace, _run):
-    never_compiled(_function)
-
-
 def _first_half(args: Any, kwargs: Any) -> torch.dtype | None:
     for tensor in tensors_in((args, kwargs)):
         if tensor.dtype in HALF_TYPES:
@@ -119,3 +114,7 @@ def _device(module: nn.Module, args: Any, kwargs: Any) -> str:
             if tensor is not None:
                 return tensor.device.type
     return region.device_of(itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs))))
+
+
+# where a graph breaks inside of a call it runs as it is, and what it calls may be compiled
+never_compiled_alone(globals())

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .. import torch_internals
-from ..compiler_internals import constant_when_traced, never_compiled
+from ..compiler_internals import constant_when_traced, never_compiled, never_compiled_alone
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy.copies import Copies
 from ..policy.fp32_registry import FLOAT32, FP32_OPS, METHOD_REASON, Fp32Op
@@ -304,3 +304,7 @@ def _wrap_backward(cls: Any) -> None:
 
     setattr(in_fp32, _IN_FP32, True)
     cls.backward = staticmethod(in_fp32)
+
+
+# between two graphs they run as they are
+never_compiled_alone(globals())

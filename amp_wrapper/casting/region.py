@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import compiler_internals, torch_internals
-from ..compiler_internals import constant_when_traced
+from ..compiler_internals import constant_when_traced, never_compiled_alone
 from ..errors import AmpAttachError
 
 #: The kinds of device, and the dispatch keys of two of them.
@@ -199,3 +199,7 @@ def suspended() -> Iterator[None]:
     with torch.autocast(SPARE, dtype=_ACTS, enabled=is_open()), torch.autocast(SUSPENDED_SPARE, dtype=_ACTS):
         with autocast('cpu', None), autocast('cuda', None), autocast('xpu', None), autocast('mps', None):
             yield
+
+
+# between two graphs they run as they are
+never_compiled_alone(globals())

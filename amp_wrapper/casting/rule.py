@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler_internals import never_compiled_alone
 from ..policy.copies import Copies
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import CASTABLE, EnterObject
@@ -95,7 +96,8 @@ class Rule:
     def cast(self, copies: Copies, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a call as its module gets them."""
         if not self.kept:
-            return copies.cast(args), copies.cast(kwargs)
+            # a call has its kwargs for itself, so nothing of them is written back
+            return copies.cast(args), {name: copies.cast(value) for name, value in kwargs.items()}
         kept = dict(self.kept)
         places = list(kept.values())
         return (
@@ -127,3 +129,7 @@ class Link:
 
 #: Of the calls that are becoming part of a graph, the outermost first: what has cast their arguments.
 traced: list[Copies] = []
+
+
+# between two graphs they run as they are
+never_compiled_alone(globals())

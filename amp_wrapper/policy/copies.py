@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import graph_internals
-from ..compiler_internals import constant_when_traced
+from ..compiler_internals import constant_when_traced, never_compiled_alone
 from .nested import CASTABLE, HALF_TYPES, Memo, attributes_of, items_of, map_tensors
 
 # the attribute of a 16-bit copy with what it was made of, and its version then
@@ -187,3 +187,7 @@ def _was_written(made: Tensor, before: int | None) -> bool:
     if before is None:
         return False
     return _is_marked_written(before) if torch.compiler.is_dynamo_compiling() else made._version != before
+
+
+# between two graphs they run as they are
+never_compiled_alone(globals())

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..compiler_internals import never_compiled_alone
+
 #: The floating types that mixed precision moves between. float64 and complex tensors are always left alone.
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 #: The 16-bit floating types.
@@ -177,3 +179,7 @@ def cast_tensors(
         return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
 
     return map_tensors(cast, value, enter)
+
+
+# between two graphs they run as they are
+never_compiled_alone(globals())

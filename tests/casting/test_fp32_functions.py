@@ -183,7 +183,8 @@ def test_functions_without_16_bit_kernels(level: str, forwards: Forwards) -> Non
     for name, body in (FUNCTIONS | INVERSE).items():
         model = forwards(level, body)
         value = model.seen.abs() if model.seen.is_complex() else model.seen
-        (gradient,) = torch.autograd.grad(value.float().sum(), model.given)
+        # MKL of torch 2.6 takes no gradient without strides
+        (gradient,) = torch.autograd.grad((value.float() * 1).sum(), model.given)
         expected = body(model.given.detach().float())
         if not expected.is_complex() and level not in PER_OP:
             # back in the type of the model; under autocast FP32, as what autocast itself casts to FP32

@@ -26,9 +26,9 @@ def initialized(model: nn.Module, level: str = 'O5', **options: Any) -> Any:
     return amp.initialize(model, opt_level=level, **{'verbosity': 0, **options})
 
 
-def in_a_graph(call: Callable[..., Any]) -> Callable[..., Any]:
+def in_a_graph(call: Callable[..., Any], whole: bool = True) -> Callable[..., Any]:
     torch._dynamo.reset()
-    return torch.compile(lambda *args, **kwargs: call(*args, **kwargs), backend='aot_eager', fullgraph=True)
+    return torch.compile(lambda *args, **kwargs: call(*args, **kwargs), backend='aot_eager', fullgraph=whole)
 
 
 class Calls(nn.Module):
@@ -143,10 +143,21 @@ def test_containers_of_the_caller_have_what_a_forward_writes(level: str, door: s
     assert model.block.weight.grad.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize('level', ['O4', 'O5'])
-def test_same_in_a_whole_graph(level: str) -> None:
-    model = initialized(with_stem(Weighs(lambda self, x, **given: x * self.weight * write(given, self.weight))), level)
-    call, expected = in_a_graph(model), arguments(traced=True)
+#: Plain torch 2.6 compares no dicts by identity in a graph.
+BREAKS = pytest.mark.xfail(
+    torch.__version__.startswith('2.6.'), raises=torch._dynamo.exc.Unsupported, reason='torch 2.6'
+)
+
+
+@pytest.mark.parametrize(('level', 'whole'), [('O4', True), pytest.param('O5', True, marks=BREAKS), ('O5', False)])
+def test_same_in_a_graph(level: str, whole: bool) -> None:
+    def weigh(self: Calls, x: Tensor, **given: Any) -> Tensor:
+        if not whole:
+            torch._dynamo.graph_break()
+        return x * self.weight * write(given, self.weight)
+
+    model = initialized(with_stem(Weighs(weigh)), level)
+    call, expected = in_a_graph(model, whole), arguments(traced=True)
     write(expected, torch.ones(4))
     for _ in range(2):
         given = arguments(traced=True)

@@ -121,7 +121,8 @@ def test_ops_in_each_form(level: str, forwards: Forwards) -> None:
         try:
             exact = call(x, y) if form == 'out' else call(x.to(computes), y.to(computes)).detach()
         except (RuntimeError, TypeError):
-            assert form == 'out'
+            # torch 2.6 differentiates no ldexp_
+            assert form == 'out' or name == 'ldexp'
             continue
         result = forwards(level, call, x, y).seen
         if form in ('function', 'method'):

@@ -54,6 +54,11 @@ class WriteOutside(torch.autograd.Function):
         return gradient, None, None
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """A graph of torch 2.6 has no place for the method itself."""
+    return x.contiguous()
+
+
 class Fault(nn.Module):
     """Does what it is told to its input."""
 
@@ -93,7 +98,7 @@ class Deep(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(8, 2) for _ in range(outputs)])
         self.loss = loss
         #: What the model itself does between its modules.
-        self.between: Act = Tensor.contiguous
+        self.between: Act = contiguous
 
     def forward(self, x: Tensor) -> Any:
         x = self.norm(self.stem(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from torch.utils.data import Dataset, RandomSampler
 
 import amp_wrapper  # noqa: F401  (takes over the registry names)
 
+_runs = itertools.count()
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 
 
@@ -157,7 +159,8 @@ def toy_config(work_dir: Path | str, optim_wrapper: dict[str, Any], **overrides:
         default_hooks=dict(logger=dict(type='LoggerHook', interval=1)),
         log_level='WARNING',
         randomness=dict(seed=0, deterministic=True),
-        experiment_name=f'toy_{abs(hash(str(work_dir)))}',
+        # runs of one second and one name would log into one history
+        experiment_name=f'toy_{next(_runs)}',
     )
     config.update(overrides)
     return Config(config)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import toy
 from bits import same
+from missing import skip_without_fsdp
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import LOOPS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
@@ -365,13 +366,14 @@ def test_whole_numbers_in_the_options_of_sharding() -> None:
     """Of Python and of NumPy; nothing else is taken for one."""
     torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        for sizes in (None, 1, [1], (1, 1), np.int64(1), (np.int32(1), np.int64(1))):
-            MMFullyShard(nn.Linear(2, 2), mesh=sizes, reshard_after_forward=np.int64(1))
         for wrong in (0, True, np.bool_(True), 1.0, '1', (1, True), np.int64(2), [], math.nan):
             with pytest.raises(AmpConfigError, match='mesh='):
                 MMFullyShard(nn.Linear(2, 2), mesh=wrong)
+        skip_without_fsdp()
         for wrong in (np.int64(2), np.float64(1.0), '1'):
             with pytest.raises(AmpConfigError, match='reshard_after_forward'):
                 MMFullyShard(nn.Linear(2, 2), reshard_after_forward=wrong)
+        for sizes in (None, 1, [1], (1, 1), np.int64(1), (np.int32(1), np.int64(1))):
+            MMFullyShard(nn.Linear(2, 2), mesh=sizes, reshard_after_forward=np.int64(1))
     finally:
         torch.distributed.destroy_process_group()
