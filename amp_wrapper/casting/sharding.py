@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from .. import fsdp_internals
-from ..errors import AmpAttachError, AmpConfigError, nearest, some
+from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import PolicyOptions, resolve
 from ..policy.levels import OptLevel, Policy
-from ..policy.options import OPTIONS, Option, is_whole, to_dtype
+from ..policy.options import OPTIONS, Option, is_whole, read_words, to_dtype
 from ..shards import is_sharded
 from .kept import Kept, match
 from .modules import class_name
@@ -81,18 +81,11 @@ class Sharding:
         Raises:
             AmpConfigError: Every conflict in one message.
         """
-        words, table = dict(options or {}), SHARDING_OPTIONS
-        problems = [
-            f'sharding has an unknown key {key!r}{nearest(str(key), table)}: known are {", ".join(table)}.'
-            for key in words.keys() - table.keys()
-        ]
+        problems: list[str] = []
         _MESH.read('mesh', mesh, problems)
-        read = {
-            name: option.read(f'sharding[{name!r}]', words.get(name, option.default), problems)
-            for name, option in table.items()
-        }
+        read = read_words('sharding', options or {}, SHARDING_OPTIONS, problems)
         if policy.accumulate_in_fp32 and policy.casts_model:
-            if read['reduce_dtype'] not in (None, torch.float32):
+            if read.get('reduce_dtype') not in (None, torch.float32):
                 problems.append("sharding['reduce_dtype'] contradicts accumulate_in_fp32=True, float32: leave it out.")
             read['reduce_dtype'] = torch.float32
         if policy.split_masters:

@@ -100,6 +100,13 @@ class Option:
         return self.default
 
 
+def read_words(name: str, words: Mapping[str, Any], table: Mapping[str, Option], problems: list[str]) -> dict[str, Any]:
+    """Convert the values of an option that is a dict, by the table of its keys. What is wrong adds to ``problems``."""
+    for key in (key for key in words if key not in table):
+        problems.append(f'{name} has an unknown key {key!r}{nearest(str(key), table)}: known are {", ".join(table)}.')
+    return {key: table[key].read(f'{name}[{key!r}]', words[key], problems) for key in words if key in table}
+
+
 def _several(kinds: tuple[Any, ...], expected: str) -> Option:
     """An option that is one or several of some kinds."""
 
@@ -239,7 +246,9 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
     problems: list[str] = []
     given: dict[str, Any] = {name: options.get(name, option.default) for name, option in OPTIONS.items()}
     read = SimpleNamespace(**{name: option.read(name, given[name], problems) for name, option in OPTIONS.items()})
-    read.scale_words = _read_loss_scale(read.loss_scale, problems)
+    read.scale_words = {'dynamic': False, 'init_scale': read.loss_scale} if isinstance(read.loss_scale, float) else {}
+    if isinstance(read.loss_scale, Mapping):
+        read.scale_words = read_words('loss_scale', read.loss_scale, LOSS_SCALE_OPTIONS, problems)
     read.fp32_ops = _find_functions(read.fp32_ops or (), problems)
     if opt_level in LEVELS:
         level = LEVEL_TABLE[IN_BFLOAT16.get(opt_level, opt_level) if read.dtype is _BF16 else opt_level]
@@ -258,17 +267,6 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
     if problems:
         raise AmpConfigError(problems)
     return _policy(read, level, given)
-
-
-def _read_loss_scale(value: Any, problems: list[str]) -> dict[str, Any]:
-    """Read what ``loss_scale`` says, as fields of :class:`LossScaleConfig`."""
-    if not isinstance(value, Mapping):
-        return {'dynamic': False, 'init_scale': value} if isinstance(value, float) else {}
-    known = LOSS_SCALE_OPTIONS
-    for key in value.keys() - known.keys():
-        close = nearest(str(key), known)
-        problems.append(f'loss_scale has an unknown key {key!r}{close}: known are {", ".join(known)}.')
-    return {key: known[key].read(f'loss_scale[{key!r}]', value[key], problems) for key in value if key in known}
 
 
 def _find_functions(items: Iterable[Any], problems: list[str]) -> tuple[Fp32Op, ...]:

@@ -121,7 +121,7 @@ def test_options_change_their_field_alone() -> None:
 def test_dtype_turns_levels() -> None:
     for word in TYPES[BF16]:
         for level, becomes in (('O1', 'O4'), ('O2', 'O5'), ('O4', 'O4'), ('O5', 'O5')):
-            assert resolve(level, dtype=word) == resolve(becomes)
+            assert (found := resolve(level, dtype=word)) == resolve(becomes) and not found.overrides
         assert changes(found := resolve('O3', dtype=word), resolve('O3')) == {'cast_model_type': BF16}
         assert resolve('O3', **found.overrides) == found
     for level in ('O1', 'O2', 'O3'):
