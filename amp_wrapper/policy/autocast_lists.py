@@ -8,7 +8,6 @@ torch does not know are passed over.
 from __future__ import annotations
 
 import dataclasses
-from types import MappingProxyType
 
 #: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, and the type of the argument
 #: that is written to. What torch computes in place from one 16-bit tensor, it computes in float32 and rounds once.
@@ -82,11 +81,9 @@ _TABLE: dict[str, dict[str, str]] = {
     },
 }
 #: The table, by the name of the op.
-OP_RULES = MappingProxyType(
-    {
-        op: OpRule(op, rule, reason, cpu_only=op in _RECURRENT.split())
-        for rule, rows in _TABLE.items()
-        for reason, ops in rows.items()
-        for op in ops.split()
-    }
-)
+OP_RULES = {
+    op: OpRule(op, rule, reason, cpu_only=op in _RECURRENT.split())
+    for rule, rows in _TABLE.items()
+    for reason, ops in rows.items()
+    for op in ops.split()
+}

@@ -8,8 +8,7 @@ objects. How they are made to run in FP32 is :mod:`amp_wrapper.casting.kernels` 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 import torch
 
@@ -144,15 +143,13 @@ _TABLE: dict[Fp32Op, dict[str, str]] = {
 
 
 #: The registry as it is delivered, by name.
-FP32_OPS: Mapping[str, Fp32Op] = MappingProxyType(
-    {
-        name: dataclasses.replace(group, name=name, reason=reason)
-        for group, rows in _TABLE.items()
-        for reason, names in rows.items()
-        for name in (f'{place}.{name}' for name in names.split() for place in group.name.split())
-        if group.name != _TORCH or lookup.find(name) is not None
-    }
-)
+FP32_OPS: dict[str, Fp32Op] = {
+    name: dataclasses.replace(group, name=name, reason=reason)
+    for group, rows in _TABLE.items()
+    for reason, names in rows.items()
+    for name in (f'{place}.{name}' for name in names.split() for place in group.name.split())
+    if group.name != _TORCH or lookup.find(name) is not None
+}
 #: Ops that write numbers into 16-bit tensors, which refuse what they cannot hold, or make infinities of it: finite numbers
 #: beyond the range become the largest of the type.
 RANGE_OPS = """
