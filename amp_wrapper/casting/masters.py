@@ -26,18 +26,16 @@ class StepLists:
         parameters: What the optimizer steps.
         weights: What the model computes with; backward passes leave their gradients there.
         copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
-        device: Where the step runs.
-        on_one_device: Whether all weights are there.
+        devices: Where the weights are.
         pairs: (model weight, FP32 master) where there is one.
     """
 
-    def __init__(self, masters: Masters, device: torch.device) -> None:
+    def __init__(self, masters: Masters) -> None:
         self.parameters = masters.parameters()
         self.weights = masters.weights()
         found = zip(self.weights, map(fp32_values.pair_of, self.weights))
         self.copies = [None if pair is None else pair.partner if pair.is_split else weight for weight, pair in found]
-        self.device = device
-        self.on_one_device = all(weight.device == device for weight in self.weights)
+        self.devices = {weight.device for weight in self.weights}
         self.pairs = masters.pairs
 
 
@@ -116,17 +114,13 @@ class Masters:
         """The model weight behind a master; any other parameter itself."""
         return self._weight_of.get(id(parameter), parameter)
 
-    def lists(self, device: torch.device) -> StepLists:
-        """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed.
-
-        Args:
-            device: Where the step runs.
-        """
+    def lists(self) -> StepLists:
+        """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed."""
         trains = any(weight.requires_grad for weight in self._frozen.values())
         lists = None if trains else self._lists
-        if lists is None or lists.device != device or not attributes.same(self.parameters(), lists.parameters):
+        if lists is None or not attributes.same(self.parameters(), lists.parameters):
             self.adopt()
-            lists = self._lists = StepLists(self, device)
+            lists = self._lists = StepLists(self)
             self.layout = Layout(lists.weights)
         return lists
 

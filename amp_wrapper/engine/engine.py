@@ -338,7 +338,7 @@ class AmpEngine:
         if kwargs.get('closure') is not None:
             return step_with_closure(parts, clip, kwargs)
         parts.params.before_step(parts.gradients.busy)
-        lists = parts.params.lists(parts.device)
+        lists = parts.lists()
         for observer in parts.observers:
             observer.before_step(parts)
         gradients = self._fused.gradients(clip, lists)

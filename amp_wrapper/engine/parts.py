@@ -173,7 +173,7 @@ class EngineParts:
 
     def lists(self) -> StepLists:
         """What the optimizer steps, and the model weights behind it."""
-        return self.params.lists(self.device)
+        return self.params.lists()
 
     def name(self, parameter: nn.Parameter) -> str:
         """The qualified name of a weight, or of the weight behind a master."""

@@ -144,7 +144,7 @@ class FusedStep:
                 '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
                 'master_weights=True.'
             )
-        if not split and (not fits or hooked or not lists.on_one_device):
+        if not split and (not fits or hooked or not lists.devices <= {parts.device}):
             return None
         found = parts.gradients.to_step(lists)
         if not split and (_clips_frozen(clip, lists.weights, found) or all(map(operator.is_, found, repeat(None)))):
