@@ -299,7 +299,11 @@ def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[.
         new = [cast(value, target) for value in args]
         words = {name: cast(value, target) for name, value in kwargs.items()} if kwargs else kwargs
         # composite ops call others, which have to see what the outer one was given
-        with region.without_autocast((device,)), listening.told(rule, overload):
-            return run(*new, **words)
+        torch.set_autocast_enabled(device, False)
+        try:
+            with listening.told(rule, overload):
+                return run(*new, **words)
+        finally:
+            torch.set_autocast_enabled(device, True)
 
     return kernel

@@ -11,11 +11,12 @@ from typing import Any
 Listener = Callable[[Any, Any], AbstractContextManager[None]]
 
 _listener: Listener | None = None
+_NOTHING = nullcontext()
 
 
 def told(rule: Any, function: Any) -> AbstractContextManager[None]:
     """A block in which the listener, if there is one, knows of a call."""
-    return nullcontext() if _listener is None else _listener(rule, function)
+    return _NOTHING if _listener is None else _listener(rule, function)
 
 
 @contextmanager
