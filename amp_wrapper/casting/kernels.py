@@ -200,12 +200,11 @@ def install() -> None:
             # what torch makes relu of takes a number that fits
             if overload not in (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default):
                 _spare_kernel(overload).clamps = True
-    for name in (*_WRITES.split(), *(rule.op for rule in OP_RULES.values() if rule.rule == FOLLOW)):
-        if (overload := overload_of(name)) is not None:
-            _spare_kernel(overload).follows = True
-    for name in _PRODUCTS.split():
-        if (overload := overload_of(name)) is not None:
-            _put(region.OPERANDS_KEY, overload, _product(overload), with_keyset=False)
+    writes = (*_WRITES.split(), *(rule.op for rule in OP_RULES.values() if rule.rule == FOLLOW))
+    for overload in filter(None, map(overload_of, writes)):
+        _spare_kernel(overload).follows = True
+    for overload in filter(None, map(overload_of, _PRODUCTS.split())):
+        _put(region.OPERANDS_KEY, overload, _product(overload), with_keyset=False)
 
 
 def _in_range(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -202,12 +202,13 @@ def test_function_runs_in_fp32_as_long_as_a_model_that_named_it_is_alive() -> No
 
 def test_function_is_found_where_it_was_imported_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     home, user = (types.ModuleType(f'{name}_of_this_test') for name in ('home', 'user'))
-    home.op = user.renamed = lambda x: seen.append(x.dtype)  # type: ignore[attr-defined]
+    # it has a closure, and is kept in one
+    kept = home.op = user.renamed = lambda x: seen.append((x.dtype, home.__name__))  # type: ignore[attr-defined]
     for module in (home, user):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    model = Inside(lambda x: (home.op(x), user.renamed(x)))
+    model = Inside(lambda x: (home.op(x), user.renamed(x), kept(x)))
     prepared(model, 'O5', fp32_ops=[f'{home.__name__}.op'])(torch.eye(4))
-    assert seen == [F32] * 2
+    assert seen == [(F32, home.__name__)] * 3
 
 
 #: Members of the registry: name, the levels at which they are in FP32, and whether their results stay so.
