@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.library import Library
 from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy import said_once
-from ..policy.autocast_lists import FOLLOW, HALF, OP_RULES, PROMOTE, OpRule
+from ..policy.autocast_lists import HALF, OP_RULES, PROMOTE, OpRule
 from ..policy.copies import Copies
 from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
@@ -29,7 +29,12 @@ _PRODUCTS = """
     conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding
     conv_transpose1d conv_transpose2d.input conv_transpose3d.input scaled_dot_product_attention
 """
-_WRITES = 'index_put index_copy index_add index_reduce masked_scatter put scatter.src scatter_add scatter_reduce.two'
+#: Refuse to write another type than that of their first argument.
+_WRITES = """
+    index_put index_copy index_add index_reduce masked_scatter put scatter.src scatter_add scatter_reduce.two
+    addbmm_ addmm_ addmv_ addr_ baddbmm_ index_add_ index_copy_ index_put_ index_reduce_ lerp_.Scalar lerp_.Tensor
+    masked_scatter_ put_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two
+"""
 
 # AutocastCPU is the lowest of the keys of autocast
 _below_autocast = torch_internals.keys_below('AutocastCPU')
@@ -200,8 +205,7 @@ def install() -> None:
             # what torch makes relu of takes a number that fits
             if overload not in (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default):
                 _spare_kernel(overload).clamps = True
-    writes = (*_WRITES.split(), *(rule.op for rule in OP_RULES.values() if rule.rule == FOLLOW))
-    for overload in filter(None, map(overload_of, writes)):
+    for overload in filter(None, map(overload_of, _WRITES.split())):
         _spare_kernel(overload).follows = True
     for overload in filter(None, map(overload_of, _PRODUCTS.split())):
         _put(region.OPERANDS_KEY, overload, _product(overload), with_keyset=False)
@@ -269,18 +273,11 @@ def install_tables(device: str) -> bool:
     """
     key = _KEYS.get(device, '')
     if key and key not in _libraries:
-        for rule in missing(device):
-            overload = overload_of(rule.op)
-            _put(key, overload, _by_rule(overload, rule, device, torch_internals.keys_below(key)))
+        for rule in OP_RULES.values():
+            overload = None if rule.cpu_only and device != 'cpu' else overload_of(rule.op)
+            if overload is not None and not torch_internals.has_kernel(f'aten::{rule.op}', key):
+                _put(key, overload, _by_rule(overload, rule, device, torch_internals.keys_below(key)))
     return True
-
-
-def missing(device: str) -> Iterator[OpRule]:
-    """The rules whose ops this torch has and its own list for the device lacks. Those that follow act in every region."""
-    for rule in OP_RULES.values():
-        wanted = rule.rule != FOLLOW and overload_of(rule.op) is not None and (device == 'cpu' or not rule.cpu_only)
-        if wanted and not torch_internals.has_kernel(f'aten::{rule.op}', _KEYS[device]):
-            yield rule
 
 
 def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[..., Any]:

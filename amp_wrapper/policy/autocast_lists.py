@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-#: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, and the type of the argument
-#: that is written to. What torch computes in place from one 16-bit tensor, it computes in float32 and rounds once.
-HALF, FLOAT32, PROMOTE, FOLLOW = 'half', 'float32', 'promote', 'follow'
+#: Rules of :class:`OpRule`: the type of autocast, float32, and the widest type among the arguments. What torch computes in
+#: place from one 16-bit tensor, it computes in float32 and rounds.
+HALF, FLOAT32, PROMOTE = 'half', 'float32', 'promote'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OpRule:
 
     Attributes:
         op: Name and overload in the dispatcher, such as 'softmax.int' or 'exp'.
-        rule: 'half', 'float32', 'promote' or 'follow'.
+        rule: 'half', 'float32' or 'promote'.
         reason: Why.
         cpu_only: Whether other devices reach it by an op that their own lists have.
     """
@@ -71,12 +71,6 @@ _TABLE: dict[str, dict[str, str]] = {
         'refuses arguments of mixed types': """
             addcdiv addcmul atan2 bilinear cross linalg_cross dot vdot index_put tensordot scatter_add
             index_add index_copy index_reduce lerp.Scalar lerp.Tensor masked_scatter put scatter.src scatter_reduce.two
-        """,
-    },
-    FOLLOW: {
-        'refuses to write another type than that of its argument': """
-            addbmm_ addmm_ addmv_ addr_ baddbmm_ index_add_ index_copy_ index_put_ index_reduce_ lerp_.Scalar lerp_.Tensor
-            masked_scatter_ put_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two
         """,
     },
 }
