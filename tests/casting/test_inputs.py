@@ -161,8 +161,8 @@ def test_same_in_a_graph(level: str, whole: bool) -> None:
     write(expected, torch.ones(4))
     for _ in range(2):
         given = arguments(traced=True)
-        call(torch.ones(2, 4), **given)
-        assert plain(given) == plain(expected)
+        # nothing comes of it where one tensor under two names has become two
+        assert call(torch.ones(2, 4), **given).any() and plain(given) == plain(expected)
 
 
 @pairs(level=LEVELS, door=DOORS, with_gradient=[False, True])
