@@ -65,7 +65,7 @@ _KEY = 'amp_wrapper.module'
 #: What is written without values first.
 _EMPTY = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'new_empty_strided')
 _FOLDERS = tuple(
-    str(Path(path).resolve().parent) + os.sep for path in (torch.__file__, Path(__file__).parents[1] / '__init__.py')
+    str(Path(path).parent) + os.sep for path in (torch.__file__, Path(__file__).parents[1] / '__init__.py')
 )
 
 
