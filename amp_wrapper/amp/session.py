@@ -70,7 +70,7 @@ class Session:
         sharding: Sharding | None = None,
     ) -> None:
         known_models.check_no_masters(optimizers)
-        checks.check_owners(optimizers, models, stepped(), known_models.is_known)
+        checks.check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
         self.policy = policy
         self.scalers = new_scalers(policy)
         self.engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]

@@ -31,6 +31,13 @@ KEY, OPERANDS_KEY = 'AutocastIPU', 'AutocastHPU'
 AS_AROUND, NOTHING, REGISTRY, OPERANDS, TABLES = '', 'nothing', 'registry', 'operands', 'tables'
 
 _ACTS, _WITH_TABLES = torch.bfloat16, torch.float16
+#: The types of the kinds of device in each of these; None is off.
+_STATES: dict[str, dict[str, torch.dtype | None]] = {
+    NOTHING: {SPARE: None, OPERANDS_SPARE: None},
+    REGISTRY: {SPARE: _ACTS, OPERANDS_SPARE: None},
+    OPERANDS: {SPARE: _ACTS, OPERANDS_SPARE: _ACTS},
+    TABLES: {SPARE: _WITH_TABLES, OPERANDS_SPARE: None},
+}
 _reaches = [torch_internals.include_key(key) for key in (KEY, OPERANDS_KEY)]
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
@@ -111,14 +118,17 @@ def spare(kind: str) -> AbstractContextManager[None]:
     """The first of the two blocks that make a region."""
     if not kind:
         return nullcontext()
-    if kind == TABLES and is_suspended():
-        kind = REGISTRY
-    return torch.autocast(SPARE, dtype=_WITH_TABLES if kind == TABLES else _ACTS, enabled=kind != NOTHING)
+    states = _STATES[REGISTRY if kind == TABLES and is_suspended() else kind]
+    if torch.compiler.is_compiling():
+        return torch.autocast(SPARE, dtype=states[SPARE] or _ACTS, enabled=states[SPARE] is not None)
+    return _Switch(states)
 
 
 def operands(kind: str) -> AbstractContextManager[None]:
-    """The second one."""
-    if not kind or (kind != OPERANDS and not torch.is_autocast_enabled(OPERANDS_SPARE)):
+    """The second one, which is part of the first outside of graphs."""
+    if not kind or not torch.compiler.is_compiling():
+        return nullcontext()
+    if kind != OPERANDS and not torch.is_autocast_enabled(OPERANDS_SPARE):
         return nullcontext()
     return torch.autocast(OPERANDS_SPARE, dtype=_ACTS, enabled=kind == OPERANDS)
 
@@ -152,28 +162,35 @@ def _check_bfloat16(device: str, dtype: torch.dtype) -> bool:
     return True
 
 
-class _WithoutAutocast:
-    """No block of torch's: copies of weights stay."""
+class _Switch:
+    """A block in which autocast of some kinds of devices is on, with a type, or off. Blocks of torch's take five times as long.
 
-    __slots__ = ('_devices',)
+    They drop the 16-bit copies that autocast keeps of weights, too, which stay here.
+    """
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = devices
+    __slots__ = ('_before', '_to')
+
+    def __init__(self, to: dict[str, torch.dtype | None]) -> None:
+        self._to = to
 
     def __enter__(self) -> None:
-        for device in self._devices:
-            torch.set_autocast_enabled(device, False)
+        self._before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._to]
+        for kind, dtype in self._to.items():
+            torch.set_autocast_enabled(kind, dtype is not None)
+            if dtype is not None:
+                torch.set_autocast_dtype(kind, dtype)
 
     def __exit__(self, *_: object) -> None:
-        for device in self._devices:
-            torch.set_autocast_enabled(device, True)
+        for kind, is_on, dtype in self._before:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
 
 
 def without_autocast(devices: Sequence[str]) -> AbstractContextManager[None]:
     """A block in which autocast is off for some types of devices, for which it is on around it."""
     if torch.compiler.is_dynamo_compiling():
         return autocast(devices[0], None) if devices else nullcontext()
-    return _WithoutAutocast(devices)
+    return _Switch(dict.fromkeys(devices))
 
 
 @contextmanager

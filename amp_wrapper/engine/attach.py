@@ -53,7 +53,7 @@ def attach_model(
     foreign = list(foreign)
     if optimizer is not None:
         theirs = [weight for other in parts.others for weight in other.weights()]
-        checks.check_owners([optimizer], [inner], [*foreign, *theirs])
+        checks.check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
     done, shared_weights = _cast_by_others(parts)
     plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
     _make_masters(parts, plan)

@@ -166,16 +166,6 @@ def test_models_and_optimizers_that_cannot_be_taken() -> None:
         update(model, first)
 
 
-def test_small_eps_is_warned_of_where_16_bit_weights_are_stepped(log: list[str]) -> None:
-    """An eps that is no number is left alone."""
-    for make, warned in ((torch.optim.Adafactor, False), (torch.optim.Adam, True)):
-        log.clear()
-        model = Net()
-        wrap(model, opt_level='O3', optimizer=make(model.parameters())).attach(model)
-        assert model.fc.weight.dtype is torch.float16
-        assert any('eps=1e-08' in line for line in log) is warned
-
-
 # -- clipping -----------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
