@@ -214,7 +214,7 @@ def monitor(
     assert session is not None
     return TrainingMonitor(
         engines[0].parts,
-        list(session.casts.roots),
+        [root for _, root in session.casts.roots],
         interval,
         ranges_interval,
         None if folder is None else Path(folder),

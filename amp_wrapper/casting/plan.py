@@ -37,7 +37,7 @@ class Role(enum.Enum):
 
 
 class CastPlan:
-    """What would be cast in some modules: made before anything is touched, so that masters see unrounded weights.
+    """What is cast in some modules: made before anything is touched, so that masters see unrounded weights.
 
     Args:
         roots: (qualified name, module) pairs; each root casts its inputs and outputs.
@@ -51,6 +51,7 @@ class CastPlan:
         within: The models of which the roots are parts, where they were sharded as wholes.
 
     Attributes:
+        roots: As given.
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
         gathered: The sharded parameters that FSDP2 gathers in 16-bit, with their names. The shards stay what they are.
         rounded: The trainable ones among all parameters that are 16-bit before the cast.
@@ -196,12 +197,8 @@ class CastPlan:
                     found[id(tensor)] = tensor
         return list(found.values())
 
-    def apply(self) -> CastHandle:
-        """Cast the tensors, and let calls of the modules follow their rules.
-
-        Returns:
-            The handle that takes both back.
-        """
+    def apply(self) -> None:
+        """Cast the tensors, and let calls of the modules follow their rules."""
         policy, rules = self.policy, self._rules()
         region.reach()
         if policy.runs_16_bit and policy.verbosity >= 1:
@@ -219,9 +216,17 @@ class CastPlan:
                 cast_in_place(tensor, policy.cast_model_type)
         for module, rule in rules.items():
             cast_module.put(module, rule).is_attached = True
-            if rule.model.casts:
-                self._add_hooks(module)
-        return CastHandle([root for _, root in self.roots], self.parameters, self._buffers)
+            if rule.model.casts and self._roles[module] is Role.CAST:
+                _add_hooks(module)
+
+    def remove(self) -> None:
+        """Take the casts off, and give the tensors FP32 values: those of their masters where there are any."""
+        for _, root in self.roots:
+            for module in root.modules():
+                cast_module.take_off(module)
+        for tensor in (*self.parameters.values(), *self._buffers):
+            fp32_values.replace_data(tensor, fp32_values.fp32_value(tensor))
+            fp32_values.unpair(tensor)
 
     def _rules(self) -> dict[nn.Module, Rule]:
         """What a call of each module does."""
@@ -299,39 +304,15 @@ class CastPlan:
         has_methods = policy.runs_16_bit and any(hasattr(type(module), name) for name in cast_module.ENTRY_METHODS)
         return plain if has_methods or any(True for _ in own_tensors(module)) else None
 
-    def _add_hooks(self, module: nn.Module) -> None:
-        """Saved values are FP32, and computed weights get the type of their module. The hooks do nothing without a rule."""
-        if self._roles[module] is not Role.CAST:
-            return
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-        if state_dicts.save not in module._state_dict_hooks.values():
-            module.register_state_dict_post_hook(state_dicts.save)  # type: ignore[no-untyped-call]
-        if any(True for _ in computed_weights.sources_of(module)):
-            module.register_forward_pre_hook(computed_weights.cast)
 
-
-class CastHandle:
-    """Takes a cast back. Made by :meth:`CastPlan.apply`."""
-
-    def __init__(self, roots: list[nn.Module], parameters: dict[str, nn.Parameter], buffers: list[Tensor]) -> None:
-        self.roots = roots
-        self.parameters = parameters
-        self._buffers = buffers
-
-    @property
-    def casts(self) -> bool:
-        """Whether any parameter changed its type."""
-        return bool(self.parameters)
-
-    def remove(self) -> None:
-        """Take the casts off, and give the tensors FP32 values: those of their masters where there are any."""
-        for root in self.roots:
-            for module in root.modules():
-                cast_module.take_off(module)
-        for tensor in (*self.parameters.values(), *self._buffers):
-            fp32_values.replace_data(tensor, fp32_values.fp32_value(tensor))
-            fp32_values.unpair(tensor)
+def _add_hooks(module: nn.Module) -> None:
+    """Saved values are FP32, and computed weights get the type of their module. The hooks do nothing without a rule."""
+    if isinstance(module, nn.RNNBase):
+        module.flatten_parameters()
+    if state_dicts.save not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(state_dicts.save)  # type: ignore[no-untyped-call]
+    if any(True for _ in computed_weights.sources_of(module)):
+        module.register_forward_pre_hook(computed_weights.cast)
 
 
 def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..casting.plan import CastHandle
+from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding
 from ..policy import Policy
 from . import attach
@@ -22,7 +22,7 @@ from .parts import Stage
 
 def attach_together(
     engines: Sequence[AmpEngine], models: Sequence[nn.Module], policy: Policy, sharding: Sharding | None = None
-) -> CastHandle:
+) -> CastPlan:
     """Cast models as wholes, and make masters for all that the engines' optimizers step of them.
 
     Unlike :meth:`AmpEngine.attach`, it does not matter which optimizer owns what, nor whether any does. Losses of each engine
@@ -35,7 +35,7 @@ def attach_together(
         sharding: How the models are sharded first; None for as they are.
 
     Returns:
-        The handle that takes the casts off.
+        The plan of the casts, which takes them off.
 
     Raises:
         AmpAttachError: As :meth:`AmpEngine.attach`. Nothing has been changed.

@@ -15,7 +15,7 @@ from ..casting import cast_module, checks, roots
 from ..casting.masters import Masters
 from ..casting.modules import module_device
 from ..casting.optimizer_state import cast_state_to_parameters
-from ..casting.plan import CastHandle, CastPlan
+from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
@@ -57,7 +57,8 @@ def attach_model(
     done, shared_weights = _cast_by_others(parts)
     plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
     _make_masters(parts, plan)
-    parts.casts = plan.apply()
+    plan.apply()
+    parts.casts = plan
     _take_cast(parts, plan, shared_weights)
     checks.warn(plan.rounded, plan.momentum, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
@@ -65,7 +66,7 @@ def attach_model(
     _watch_shards(parts, [inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
-    if optimizer is not None and parts.casts.casts:
+    if optimizer is not None and plan.parameters:
         cast_module.copies_are_fp32([root for _, root in plan.roots])
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in plan.parameters:
@@ -74,7 +75,7 @@ def attach_model(
 
 def attach_parts(
     engines: Sequence[EngineParts], models: Sequence[nn.Module], policy: Policy, sharding: Sharding | None
-) -> CastHandle:
+) -> CastPlan:
     """The work of :func:`amp_wrapper.engine.attach_together`, on the engines' parts."""
     for model in models:
         roots.unwrap(model)
@@ -97,7 +98,7 @@ def attach_parts(
     plan = CastPlan(named, policy, covers_forward=True)
     for engine in engines:
         _make_masters(engine, plan)
-    handle = plan.apply()
+    plan.apply()
     checks.warn(plan.rounded, plan.momentum, policy)
     for engine in engines:
         _take_cast(engine, plan)
@@ -106,9 +107,9 @@ def attach_parts(
         engine.ddp.watch(models)
         _watch_shards(engine, models)
         begin(engine, models[0] if models else None)
-    if engines and handle.casts:
+    if engines and plan.parameters:
         cast_module.copies_are_fp32(models)
-    return handle
+    return plan
 
 
 def take_over(parts: EngineParts, models: Sequence[nn.Module]) -> None:
@@ -129,11 +130,11 @@ def detach_model(parts: EngineParts) -> None:
     if parts.is_accumulating and parts.policy.enabled:
         raise AmpUsageError('detach() in the middle of an accumulation would lose its gradients: step() first.')
     params = parts.params
-    casts = parts.casts is not None and parts.casts.casts
+    casts = parts.casts is not None and parts.casts.parameters
     params.release()
     if parts.casts is not None:
         parts.casts.remove()
-        for root in parts.casts.roots:
+        for _, root in parts.casts.roots:
             torch_internals.drop_hooks(root, NoticeDdp)
         parts.ddp.rebuild(parts.casts.parameters.values())
     if not params.have_fp32_values and parts.optimizer is not None and casts:
@@ -207,13 +208,13 @@ def _kind(policy: Policy) -> tuple[object, ...]:
 def _cast_by_others(parts: EngineParts) -> tuple[set[int], list[nn.Parameter]]:
     """The modules that other engines have cast, by id, and those of their weights that this optimizer steps too."""
     # at O0 inputs and outputs are cast
-    handles = [
+    plans = [
         other.casts
         for other in parts.others
         if isinstance(other, EngineParts) and other.casts is not None and other.policy.cast_model_type is not None
     ]
-    modules = {id(module) for handle in handles for root in handle.roots for module in root.modules()}
-    cast = {id(weight) for handle in handles for weight in handle.parameters.values()}
+    modules = {id(module) for plan in plans for _, root in plan.roots for module in root.modules()}
+    cast = {id(weight) for plan in plans for weight in plan.parameters.values()}
     return modules, [weight for weight in parts.weights() if id(weight) in cast]
 
 

@@ -78,7 +78,7 @@ class EngineParts:
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch, block_watch: Warn of gradients that did not come from ``amp.scale_loss``, or are clipped before; or None.
-        casts: The handle that takes the casts off the model; None without.
+        casts: The plan of the casts of the model, which takes them off; None without.
         kept: The modules that the cast keeps in FP32, by id, with the reasons.
         label, observers: What log lines call this engine, where there are several; what watches its steps.
     """
@@ -109,7 +109,7 @@ class EngineParts:
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
         self.block_watch: BlockWatch | None = None
-        self.casts: plan.CastHandle | None = None
+        self.casts: plan.CastPlan | None = None
         self.kept: Mapping[int, kept.Kept] = {}
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None
