@@ -136,14 +136,6 @@ def variable_function(name: str) -> Callable[..., Any] | None:
     return getattr(torch._C._VariableFunctions, name, None)
 
 
-def function_of(context: Any) -> Any:
-    """The :class:`torch.autograd.Function` that the context of one of its calls belongs to.
-
-    torch makes a class of its own for contexts, and that has no public way back. In every version since 1.0.
-    """
-    return getattr(type(context), '_forward_cls', None)
-
-
 def wrap_segments(wrap: Callable[[Any], Any]) -> None:
     """Let each function that is checkpointed become another one, by whatever way it came to torch.
 

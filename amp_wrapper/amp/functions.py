@@ -98,7 +98,8 @@ def register_half_function(module: Any, name: str) -> None:
 
     Args:
         module: What holds the function: a module, a class (``torch.Tensor`` too), or any object with attributes.
-        name: The attribute. Modules that imported the same function by name are covered.
+        name: The attribute. A function of Python is covered under each of its names, one that is written in C where it is
+            looked up in ``module``.
 
     Raises:
         AmpConfigError: A ``ValueError``: there is no such attribute, it is no function, or it cannot be replaced.
@@ -148,7 +149,6 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
         if region.is_open() or region.is_suspended() or not cast_models.any:
             return rules.call(call, args, kwargs)
         install()
-        region.reach()
         kernels.install_tables(region.device_of(tensors_in((args, kwargs))))
         with region.spare(region.TABLES):
             return call_by_rule(rule, call, args, kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..casting import region
-from ..casting.global_casts import GlobalCasts
+from ..casting.global_casts import start_casts
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
 from ..policy.options import is_count
@@ -106,14 +106,14 @@ class AmpHandle(NoOpHandle):
         self.verbose = verbose
         self._active = True
         self._wrapped = False
-        self._casts = GlobalCasts(allow_banned)
+        self._casts = start_casts(allow_banned)
 
     def is_active(self) -> bool:
         return self._active and not region.is_suspended()
 
     def _deactivate(self) -> None:
         self._active = False
-        self._casts.stop()
+        self._casts.close()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return region.suspended()

@@ -82,7 +82,6 @@ def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, k
     if copies is not None:
         args, kwargs = rule.cast(copies, args, kwargs)
     if rule.opens or rule.sets_autocast:
-        region.reach()
         if rule.is_model:
             functions.look_around()
         if rule.opens == region.TABLES:

@@ -186,7 +186,6 @@ def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         if self._amp_link.follower is not None:
             self._amp_link.follower.before_call()
-        region.reach()
         with region.spare(rule.model.entry), region.operands(rule.model.entry):
             return entry(self, *args, **kwargs)
 

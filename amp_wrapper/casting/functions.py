@@ -1,8 +1,8 @@
 """Functions of Python that run by a rule in regions: of the FP32 registry, of a configuration, or of the user.
 
 A function gets a new body, once and for good, and stays the same object under every name that somebody kept; outside of regions
-it does what it did. What is written in C has no body: a function of Python takes its place where it is defined, and where
-others have imported it by then. Functions of torch that the registry names are kernels: see :mod:`.kernels`.
+it does what it did. What is written in C has no body: a function of Python takes its place where it is defined. Functions of
+torch that the registry names are kernels: see :mod:`.kernels`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled, never_compiled_alone
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy.copies import Copies
@@ -237,12 +236,6 @@ def _replace_attribute(holder: Any, name: str, rules: Rules) -> None:
     else:
         call.__module__, call.__qualname__ = getattr(holder, '__name__', call.__module__), name
     setattr(holder, name, call)
-    for module in list(sys.modules.values()):
-        space = getattr(module, '__dict__', None)
-        # compiled modules of torch import nothing: what they call they call in C++
-        if isinstance(space, dict) and not str(space.get('__name__')).startswith('torch._C.'):
-            for key in [key for key, each in space.items() if each is value]:
-                setattr(module, key, call)
 
 
 # -- autograd Functions ------------------------------------------------------------------------------------------------------
@@ -251,7 +244,9 @@ _IN_FP32 = '_amp_wrapper_fp32'
 
 
 def _rules_of_class(cls: Any) -> Rules:
-    """The rules of a class of :class:`torch.autograd.Function`, whose ``forward`` runs by them: nobody keeps a reference to it.
+    """The rules of a class of :class:`torch.autograd.Function`, whose methods follow them: nobody keeps a reference to those.
+
+    Gradients meet FP32 where the forward pass ran in FP32; for good, since a graph may outlive every forward pass.
 
     Raises:
         AmpConfigError: It has ``setup_context``, of whose arguments there are no FP32 copies.
@@ -259,51 +254,34 @@ def _rules_of_class(cls: Any) -> Rules:
     found: Rules | None = vars(cls).get(_RULES)
     if found is not None:
         return found
+    name = f'{cls.__module__}.{cls.__qualname__}'
     if cls.setup_context is not torch.autograd.Function.setup_context:
-        raise AmpConfigError(
-            [
-                f"fp32_ops='{cls.__module__}.{cls.__qualname__}': a Function with setup_context() cannot be given FP32 copies "
-                f'of its arguments. Name the function that calls its apply().'
-            ]
-        )
-    forward, rules = cls.forward, Rules()
+        problem = 'a Function with setup_context() cannot be given FP32 copies of its arguments'
+        raise AmpConfigError([f"fp32_ops='{name}': {problem}. Name the function that calls its apply()."])
+    forward, backward, rules = cls.forward, cls.backward, Rules()
 
     @functools.wraps(forward)
-    def by_rules(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward_by_rules(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if rules.op is not None and region.is_open() and kernels.is_narrow(rules.op, tensors_in((args, kwargs))):
             setattr(ctx, _IN_FP32, True)
-            derived = torch_internals.function_of(ctx)
-            if derived is not cls and derived is not None:
-                _wrap_backward(derived)
         return rules.call(forward, (ctx, *args), kwargs)
 
-    cls.forward = staticmethod(by_rules)
-    _wrap_backward(cls)
-    setattr(cls, _RULES, rules)
-    return rules
-
-
-def _wrap_backward(cls: Any) -> None:
-    """Let gradients meet FP32 where the forward pass ran in FP32; for good, since a graph may outlive every forward pass."""
-    backward = cls.backward
-    if hasattr(backward, _IN_FP32):
-        return
-
     @functools.wraps(backward)
-    def in_fp32(ctx: Any, *gradients: Any) -> Any:
+    def backward_in_fp32(ctx: Any, *gradients: Any) -> Any:
         if getattr(ctx, _IN_FP32, False):
             if torch.is_grad_enabled():
                 raise AmpUsageError(
-                    f'backward(create_graph=True) through {cls.__module__}.{cls.__qualname__}, which runs in FP32 with '
-                    f'copies of its 16-bit inputs: its second derivative would be lost. Cast its inputs with .float() '
-                    f'before calling it, or keep the module that calls it in FP32 (keep_fp32=[...]).'
+                    f'backward(create_graph=True) through {name}, which runs in FP32 with copies of its 16-bit inputs: its '
+                    f'second derivative would be lost. Cast its inputs with .float() before calling it, or keep the module '
+                    f'that calls it in FP32 (keep_fp32=[...]).'
                 )
             gradients = cast_tensors(gradients, torch.float32, HALF_TYPES)
         # autograd casts what comes back to the types of the inputs
         return backward(ctx, *gradients)
 
-    setattr(in_fp32, _IN_FP32, True)
-    cls.backward = staticmethod(in_fp32)
+    cls.forward, cls.backward = staticmethod(forward_by_rules), staticmethod(backward_in_fp32)
+    setattr(cls, _RULES, rules)
+    return rules
 
 
 # between two graphs they run as they are

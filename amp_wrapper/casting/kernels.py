@@ -5,13 +5,14 @@ An op is found under each of its names, in functions of Python and C++, kept ref
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.library import Library
 
 from .. import torch_internals
@@ -21,6 +22,7 @@ from ..policy.autocast_lists import HALF, OP_RULES, PROMOTE, OpRule
 from ..policy.copies import Copies
 from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
+from ..torch_internals import writes_in_place
 from . import listening, region
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
@@ -86,12 +88,6 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
     return types.pop() if len(types) == 1 else torch.float32
 
 
-def half_of(operands: Iterable[Any]) -> torch.dtype | None:
-    """The 16-bit type in which operands of unlike types meet; None where their types agree, or none is 16-bit."""
-    types = dict.fromkeys(value.dtype for value in operands if isinstance(value, Tensor))
-    return None if len(types) < 2 else next((dtype for dtype in types if dtype in HALF_TYPES), None)
-
-
 # -- FP32 --------------------------------------------------------------------------------------------------------------------
 
 
@@ -115,10 +111,7 @@ def call_in_fp32(op: Fp32Op, function: Any, run: Any, args: Any, kwargs: Any, co
         The result, floating tensors in the type that ``op.output`` asks for.
     """
     tensors = tensors_in((args, kwargs))
-    # what is handed a module may find its tensors there
-    on = _autocast_devices(
-        op, tensors or [w for each in args if isinstance(each, nn.Module) for w in each.parameters()]
-    )
+    on = _autocast_device(op, tensors)
     narrow = is_narrow(op, tensors)
     if narrow:
         if op.warning and tensors[0].dtype in HALF_TYPES:
@@ -142,44 +135,45 @@ def _in_fp32(value: Any, copies: Copies | None) -> Any:
     return cast(value, torch.float32, HALF_TYPES) if copies is None else copies.cast(value)
 
 
-def _autocast_devices(op: Fp32Op, tensors: Iterable[Tensor]) -> list[str]:
-    """The devices of the tensors for which autocast is on, with a type that ``op`` avoids."""
-    devices = dict.fromkeys(tensor.device.type for tensor in tensors)
-    return [d for d in devices if region.autocast_is_on(d) and torch.get_autocast_dtype(d) in op.types]
+def _autocast_device(op: Fp32Op, tensors: Iterable[Tensor]) -> str:
+    """The type of device of a call for which autocast is on, with a type that ``op`` avoids; '' for none."""
+    # what is handed no tensors finds some in its modules
+    devices = dict.fromkeys(tensor.device.type for tensor in tensors) or _KEYS
+    return next((d for d in devices if region.autocast_is_on(d) and torch.get_autocast_dtype(d) in op.types), '')
 
 
 # -- in regions --------------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class _SpareKernel:
     """What one overload of an op does in a region.
 
     Attributes:
+        overload: The overload.
         op: Its entry in the registry; None where it has none.
         follows: Whether what is written takes the type of what it is written into.
         clamps: Whether numbers beyond the range of its 16-bit tensors become the largest of the type.
     """
 
-    def __init__(self, overload: Any) -> None:
-        self.op: Fp32Op | None = None
-        self.follows = False
-        self.clamps = False
-        self._overload = overload
-        # where nothing is written in place, O1 and O4 promote
-        self._in_place = overload.overloadpacket.__name__.endswith('_')
+    overload: Any
+    op: Fp32Op | None = None
+    follows: bool = False
+    clamps: bool = False
 
     def run(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Is called by the dispatcher, with the dispatch keys and the arguments of a call."""
+        overload = self.overload
         if self.clamps:
-            args, kwargs = _in_range(self._overload, args, kwargs)
-        # torch refuses other types where integers or float64 are written
-        if self.follows and args[0].dtype in CASTABLE and (self._in_place or not region.casts_ops()):
+            args, kwargs = _in_range(overload, args, kwargs)
+        # torch refuses other types where integers or float64 are written; what is not in place O1 and O4 promote
+        if self.follows and args[0].dtype in CASTABLE and (writes_in_place(overload) or not region.casts_ops()):
             args = (args[0], *(cast(value, args[0].dtype) for value in args[1:]))
         if self.op is None:
-            return self._overload.redispatch(keys & _below_regions, *args, **kwargs)
+            return overload.redispatch(keys & _below_regions, *args, **kwargs)
         # the keys of this call have those of autocast, whatever is turned off
-        run = functools.partial(self._overload.redispatch, keys & _below_autocast)
-        return call_in_fp32(self.op, self._overload, run, args, kwargs)
+        run = functools.partial(overload.redispatch, keys & _below_autocast)
+        return call_in_fp32(self.op, overload, run, args, kwargs)
 
 
 @functools.cache
@@ -243,11 +237,11 @@ def _product(overload: Any) -> Callable[..., Any]:
         try:
             # a mask of attention, the fourth argument, may be FP32
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:3]
-            dtype = half_of(given)
-            if dtype is None:
-                return run(*args, **kwargs)
-            operands = cast(given, dtype)
-            return run(operands) if given is args[0] else run(*operands, *args[3:], **kwargs)
+            types = dict.fromkeys(value.dtype for value in given if isinstance(value, Tensor))
+            if len(types) > 1 and not HALF_TYPES.isdisjoint(types):
+                half = next(dtype for dtype in types if dtype in HALF_TYPES)
+                args = (*cast(args[:3], half), *args[3:])
+            return run(*args, **kwargs)
         finally:
             include(True)
 

@@ -13,7 +13,7 @@ And 'xla' is on in ``disable_casts()``. ``torch.compile`` compares types of what
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -31,15 +31,9 @@ KEY, OPERANDS_KEY = 'AutocastIPU', 'AutocastHPU'
 AS_AROUND, NOTHING, REGISTRY, OPERANDS, TABLES = '', 'nothing', 'registry', 'operands', 'tables'
 
 _ACTS, _WITH_TABLES = torch.bfloat16, torch.float16
-#: The types of the kinds of device in each of these; None is off.
-_STATES: dict[str, dict[str, torch.dtype | None]] = {
-    NOTHING: {SPARE: None, OPERANDS_SPARE: None},
-    REGISTRY: {SPARE: _ACTS, OPERANDS_SPARE: None},
-    OPERANDS: {SPARE: _ACTS, OPERANDS_SPARE: _ACTS},
-    TABLES: {SPARE: _WITH_TABLES, OPERANDS_SPARE: None},
-}
-_reaches = [torch_internals.include_key(key) for key in (KEY, OPERANDS_KEY)]
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
+#: The type of the first kind of device in each of these; None is off.
+_TYPES = {NOTHING: None, REGISTRY: _ACTS, OPERANDS: _ACTS, TABLES: _WITH_TABLES}
+_reaches = {key: torch_internals.include_key(key) for key in (KEY, OPERANDS_KEY)}
 
 
 class _Around:
@@ -57,27 +51,24 @@ _around = _Around()
 
 def _note() -> None:
     """Before each call of what is compiled, on any thread."""
-    for include in _reaches:
+    for include in _reaches.values():
         include(True)
     _around.state = casts_ops() + 2 * is_open() + 4 * torch.is_autocast_enabled(OPERANDS_SPARE) + 8 * is_suspended()
 
 
 @functools.cache
-def _prepare(may_compile: bool) -> None:
-    for key in () if may_compile else (KEY, OPERANDS_KEY):
-        torch_internals.fall_through(key)
-    if may_compile:
-        compiler_internals.before_compiled_calls(_note)
+def _watch_compiled_calls() -> None:
+    compiler_internals.before_compiled_calls(_note)
 
 
 @constant_when_traced
 def reach() -> bool:
     """Let ops of this thread come to the keys; outside of regions they are excluded. What it returns means nothing."""
-    _prepare(False)
-    if compiler_internals.is_loaded():
-        _prepare(True)
-    for include in _reaches:
+    for key, include in _reaches.items():
+        torch_internals.fall_through(key)
         include(True)
+    if compiler_internals.is_loaded():
+        _watch_compiled_calls()
     return True
 
 
@@ -99,7 +90,7 @@ def is_suspended() -> bool:
 @constant_when_traced
 def has_autocast(device: str) -> bool:
     """Whether a type of device has autocast; 'meta' has none."""
-    return bool(_has_autocast(device))
+    return torch.amp.is_autocast_available(device)
 
 
 def autocast_is_on(device: str) -> bool:
@@ -114,23 +105,50 @@ def device_of(tensors: Iterable[Tensor]) -> str:
     return 'cpu'
 
 
+class _Switch:
+    """A block in which autocast of a kind of device is on, with a type, or off. Blocks of torch's take five times as long.
+
+    They drop the 16-bit copies that autocast keeps of weights, too, which stay here.
+    """
+
+    __slots__ = ('_before', '_kind', '_to')
+
+    def __init__(self, kind: str, to: torch.dtype | None) -> None:
+        self._kind, self._to = kind, to
+
+    def __enter__(self) -> None:
+        kind, to = self._kind, self._to
+        self._before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        torch.set_autocast_enabled(kind, to is not None)
+        if to is not None:
+            torch.set_autocast_dtype(kind, to)
+
+    def __exit__(self, *_: object) -> None:
+        is_on, dtype = self._before
+        torch.set_autocast_enabled(self._kind, is_on)
+        torch.set_autocast_dtype(self._kind, dtype)
+
+
+def _switched(kind: str, to: torch.dtype | None) -> AbstractContextManager[None]:
+    if torch.compiler.is_compiling():
+        return torch.autocast(kind, dtype=to or _ACTS, enabled=to is not None)
+    return _Switch(kind, to)
+
+
 def spare(kind: str) -> AbstractContextManager[None]:
     """The first of the two blocks that make a region."""
     if not kind:
         return nullcontext()
-    states = _STATES[REGISTRY if kind == TABLES and is_suspended() else kind]
-    if torch.compiler.is_compiling():
-        return torch.autocast(SPARE, dtype=states[SPARE] or _ACTS, enabled=states[SPARE] is not None)
-    return _Switch(states)
+    reach()
+    return _switched(SPARE, _TYPES[REGISTRY if kind == TABLES and is_suspended() else kind])
 
 
 def operands(kind: str) -> AbstractContextManager[None]:
-    """The second one, which is part of the first outside of graphs."""
-    if not kind or not torch.compiler.is_compiling():
+    """The second one."""
+    acts = kind == OPERANDS
+    if not kind or acts == torch.is_autocast_enabled(OPERANDS_SPARE):
         return nullcontext()
-    if kind != OPERANDS and not torch.is_autocast_enabled(OPERANDS_SPARE):
-        return nullcontext()
-    return torch.autocast(OPERANDS_SPARE, dtype=_ACTS, enabled=kind == OPERANDS)
+    return _switched(OPERANDS_SPARE, _ACTS if acts else None)
 
 
 def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -139,11 +157,9 @@ def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[N
     Raises:
         AmpAttachError: bfloat16 on a GPU that has none.
     """
-    if not has_autocast(device) or (dtype is None and not torch.is_autocast_enabled(device)):
-        return nullcontext()
     if dtype is None:
-        return torch.autocast(device, enabled=False)
-    if is_suspended():
+        return torch.autocast(device, enabled=False) if autocast_is_on(device) else nullcontext()
+    if is_suspended() or not has_autocast(device):
         return nullcontext()
     _check_bfloat16(device, dtype)
     # Before 2.11, copies of weights that were made without gradients served forward passes that need them. A block around this
@@ -162,57 +178,16 @@ def _check_bfloat16(device: str, dtype: torch.dtype) -> bool:
     return True
 
 
-class _Switch:
-    """A block in which autocast of some kinds of devices is on, with a type, or off. Blocks of torch's take five times as long.
-
-    They drop the 16-bit copies that autocast keeps of weights, too, which stay here.
-    """
-
-    __slots__ = ('_before', '_to')
-
-    def __init__(self, to: dict[str, torch.dtype | None]) -> None:
-        self._to = to
-
-    def __enter__(self) -> None:
-        self._before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._to]
-        for kind, dtype in self._to.items():
-            torch.set_autocast_enabled(kind, dtype is not None)
-            if dtype is not None:
-                torch.set_autocast_dtype(kind, dtype)
-
-    def __exit__(self, *_: object) -> None:
-        for kind, is_on, dtype in self._before:
-            torch.set_autocast_enabled(kind, is_on)
-            torch.set_autocast_dtype(kind, dtype)
-
-
-def without_autocast(devices: Sequence[str]) -> AbstractContextManager[None]:
-    """A block in which autocast is off for some types of devices, for which it is on around it."""
-    if torch.compiler.is_dynamo_compiling():
-        return autocast(devices[0], None) if devices else nullcontext()
-    return _Switch(dict.fromkeys(devices))
-
-
-@contextmanager
-def opened(kind: str, device: str = 'cpu', dtype: torch.dtype | None = None) -> Iterator[None]:
-    """A region around a block, with autocast of ``dtype`` for a device; None leaves autocast as it is around."""
-    reach()
-    with spare(kind), operands(kind), nullcontext() if dtype is None else autocast(device, dtype):
-        yield
-
-
-@contextmanager
-def outside() -> Iterator[None]:
-    """Inside, on this thread, no region is open, and casts are not suspended."""
-    spare, operands, suspended = (torch.autocast(kind, enabled=False) for kind in KINDS)
-    with spare, operands, suspended:
-        yield
+def without_autocast(device: str) -> AbstractContextManager[None]:
+    """A block in which autocast is off for a type of device, for which it is on around it; nothing for ''."""
+    if not device:
+        return nullcontext()
+    return torch.autocast(device, enabled=False) if torch.compiler.is_dynamo_compiling() else _Switch(device, None)
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, on this thread, O1 and O4 cast nothing; losses compute in FP32 all the same. Nests."""
-    reach()
     with torch.autocast(SPARE, dtype=_ACTS, enabled=is_open()), torch.autocast(SUSPENDED_SPARE, dtype=_ACTS):
         with autocast('cpu', None), autocast('cuda', None), autocast('xpu', None), autocast('mps', None):
             yield

@@ -262,8 +262,7 @@ def isolated() -> Iterator[None]:
         stack.enter_context(alone())
         stack.enter_context(eager())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(region.outside())
-        for device in devices:
+        for device in (*devices, *region.KINDS):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 

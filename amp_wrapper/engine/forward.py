@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
@@ -44,8 +44,10 @@ def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
         kind = region.OPERANDS if policy.casts_model else region.REGISTRY
     before = said_once.speaks(policy.verbosity >= 1)
     try:
+        dtype = policy.autocast_dtype if policy.enabled else None
+        casts = nullcontext() if dtype is None else region.autocast(module_device(model).type, dtype)
         # for models whose train_step does not call them
-        with region.opened(kind, module_device(model).type, policy.autocast_dtype if policy.enabled else None):
+        with region.spare(kind), region.operands(kind), casts:
             yield
     finally:
         said_once.speaks(before)
