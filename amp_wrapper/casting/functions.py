@@ -70,13 +70,12 @@ class Rules:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, as it was, by the rule that holds here."""
-        if not region.is_open():
-            return function(*args, **kwargs)
-        if self.rule is not None and region.casts_ops() and _is_cast(args, kwargs):
-            return call_by_rule(self.rule, function, args, kwargs)
-        if self.op is None:
-            return function(*args, **kwargs)
-        return call_in_fp32(self.op, function, args, kwargs)
+        if region.is_open():
+            if self.rule is not None and region.casts_ops() and _is_cast(args, kwargs):
+                return call_by_rule(self.rule, function, args, kwargs)
+            if self.op is not None:
+                return call_in_fp32(self.op, function, args, kwargs)
+        return function(*args, **kwargs)
 
 
 def _is_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from .cast_module import holds_casts
 def watch() -> None:
     """Correct the configs that are written for cast models from now on, where transformers is imported."""
     base = getattr(sys.modules.get('transformers.modeling_utils'), 'PreTrainedModel', None)
-    if base is not None and not hasattr(base.save_pretrained, 'corrects_type'):
-        base.save_pretrained = _correcting_the_type(base.save_pretrained)
+    if base is None or hasattr(base.save_pretrained, 'corrects_type'):
+        return
+    save = base.save_pretrained
 
-
-def _correcting_the_type(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_pretrained(self: nn.Module, folder: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> Any:
         result = save(self, folder, is_main_process, *args, **kwargs)
@@ -39,4 +37,4 @@ def _correcting_the_type(save: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     save_pretrained.corrects_type = True  # type: ignore[attr-defined]
-    return save_pretrained
+    base.save_pretrained = save_pretrained
