@@ -6,32 +6,26 @@ Nothing here loads ``torch._dynamo``, which takes seconds, before something is c
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .torch_internals import VERSION
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
 
-def is_compile_wrapper(model: nn.Module) -> bool:
-    """Whether ``torch.compile(model)`` made it, a module around another.
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """The module inside of what ``torch.compile(model)`` made, a module around another; None of every other module.
 
-    Its class is in ``torch._dynamo``, which would be loaded. In every version since 2.0.
+    The class of such wrappers is in ``torch._dynamo``, which would be loaded. In every version since 2.0.
     """
-    return hasattr(model, '_orig_mod')
-
-
-def compiled_module(wrapper: nn.Module) -> nn.Module:
-    """The module inside one that :func:`is_compile_wrapper`; nothing public leads to it. In every version since 2.0."""
-    return cast(nn.Module, wrapper._orig_mod)
+    return getattr(model, '_orig_mod', None)
 
 
 def name_without_wrappers(name: str) -> str:
@@ -39,8 +33,7 @@ def name_without_wrappers(name: str) -> str:
 
     A wrapper and the module inside are two modules: the name of the latter stays, so that none has the other's.
     """
-    parts = name.split('.')
-    return '.'.join([part for part in parts[:-1] if part != '_orig_mod'] + parts[-1:])
+    return name.replace('_orig_mod.', '')
 
 
 def is_loaded() -> bool:
@@ -51,14 +44,9 @@ def is_loaded() -> bool:
 def eager() -> AbstractContextManager[Any]:
     """Inside, what ``torch.compile`` made runs as it was written, on all threads. Nothing is compiled or forgotten.
 
-    Does nothing where nothing was compiled yet, nor where torch refuses it, in what is called by code that is being compiled.
+    Does nothing where nothing was compiled yet.
     """
-    with suppress(RuntimeError):
-        return torch.compiler.set_stance('force_eager') if is_loaded() else nullcontext()
-    return nullcontext()
-
-
-_listeners: list[Callable[[], None]] = []
+    return torch.compiler.set_stance('force_eager') if is_loaded() else nullcontext()
 
 
 def before_compiled_calls(listener: Callable[[], None]) -> None:
@@ -72,21 +60,17 @@ def before_compiled_calls(listener: Callable[[], None]) -> None:
     """
     from torch._dynamo import eval_frame
 
-    if not _listeners:
-        ask = eval_frame._callback_from_stance
+    ask = eval_frame._callback_from_stance
 
-        @functools.wraps(ask)
-        def call(callback: Any) -> Any:
-            chosen = ask(callback)
-            # None inside of eager()
-            if chosen is not None and chosen is not False:
-                for each in _listeners:
-                    each()
-            return chosen
+    def call(callback: Any) -> Any:
+        chosen = ask(callback)
+        # None inside of eager()
+        if chosen is not None and chosen is not False:
+            listener()
+        return chosen
 
-        never_compiled(call)
-        eval_frame._callback_from_stance = call
-    _listeners.append(listener)
+    never_compiled(call)
+    eval_frame._callback_from_stance = call
 
 
 def backward_without_autocast() -> None:
@@ -145,9 +129,8 @@ def never_compiled(function: Callable[..., Any], with_callees: bool = False) -> 
         if hasattr(frames, 'skip_code'):
             frames.skip_code(code)
         else:
-            action = frames._FrameAction
-            inside = action.SKIP if with_callees else action.DEFAULT
-            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, inside))
+            inside = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, inside))
 
 
 def never_compiled_alone(names: Mapping[str, Any]) -> None:
@@ -157,7 +140,7 @@ def never_compiled_alone(names: Mapping[str, Any]) -> None:
         names: The ``globals()`` of the module, at its end.
     """
     classes = [value for value in names.values() if isinstance(value, type)]
-    for value in itertools.chain(names.values(), *(vars(cls).values() for cls in classes)):
+    for value in [*names.values(), *(each for cls in classes for each in vars(cls).values())]:
         if isinstance(value, FunctionType) and value.__code__.co_filename == names['__file__']:
             never_compiled(value)
 
@@ -170,19 +153,8 @@ def eager_block(manager: _Function) -> _Function:
     Args:
         manager: Of :func:`contextlib.contextmanager`.
     """
-    begin = untraced(_begins_eagerly)
     never_compiled(cast(Any, manager).__wrapped__, with_callees=True)
-
-    @functools.wraps(manager)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        return manager(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-def _begins_eagerly() -> None:
-    """Breaks a graph."""
+    return untraced(manager)
 
 
 def constant_when_traced(function: _Function) -> _Function:
@@ -200,15 +172,30 @@ def constant_when_traced(function: _Function) -> _Function:
 def keeps_compiled_functions(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called, or a function of ``torch.compile`` took the place of a method of one module.
 
-    What :func:`torch.compiler.disable` returns is none. In every version since 2.2.
+    In every version since 2.2.
     """
-    return any(
-        isinstance(value, FunctionType)
-        and '_torchdynamo_orig_callable' in vars(value)
-        and '_torchdynamo_disable' not in vars(value)
-        for value in vars(module).values()
-    )
+    return any(hasattr(value, '_torchdynamo_orig_callable') for value in vars(module).values())
 
 
 #: Where ``module.compile()`` keeps the call, which torch leaves out of copies. In every version since 2.2.
 COMPILED_CALL = '_compiled_call_impl'
+
+
+def _traced_tensors() -> list[Tensor]:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    values = [node.meta.get('example_value') for node in InstructionTranslator.current_tx().output.graph.nodes]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def last_traced_tensor() -> int:
+    """What :func:`was_written` knows the last tensor by of the graph that is being traced. In every version since 2.1."""
+    return id(_traced_tensors()[-1])
+
+
+def was_written(tensor: int) -> bool:
+    """Whether the graph that is being traced has written to a tensor of :func:`last_traced_tensor`.
+
+    In inference mode tensors do not count what is written to them, and what is written by lists is not counted.
+    """
+    return any(id(each) == tensor and not each.is_inference() and each._version > 0 for each in _traced_tensors())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 
@@ -28,12 +27,9 @@ class AmpConfigError(AmpError, ValueError, TypeError, AssertionError, RuntimeErr
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        if len(self.problems) == 1:
-            text = self.problems[0]
-        else:
-            rows = '\n'.join(f'  {i}. {problem}' for i, problem in enumerate(self.problems, 1))
-            text = f'{len(self.problems)} conflicts in one configuration:\n{rows}'
-        super().__init__(text)
+        rows = '\n'.join(f'  {i}. {problem}' for i, problem in enumerate(problems, 1))
+        several = f'{len(problems)} conflicts in one configuration:\n{rows}'
+        super().__init__(problems[0] if len(problems) == 1 else several)
 
     def __reduce__(self) -> tuple[type[AmpConfigError], tuple[tuple[str, ...]]]:
         return type(self), (self.problems,)
@@ -74,7 +70,7 @@ class NonfiniteError(AmpError, RuntimeError):
 
 def some(names: Collection[Any], most: int = 5, form: Callable[[Any], str] = str) -> str:
     """The first few of many names, for a message: ``'a, b and 3 more'``."""
-    shown = ', '.join(map(form, islice(names, most)))
+    shown = ', '.join(list(map(form, names))[:most])
     return f'{shown} and {len(names) - most} more' if len(names) > most else shown
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from .errors import AmpUsageError
 
@@ -46,11 +46,9 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     module: Any = sys.modules['torch.distributed.tensor']
     mesh, placements = _layout_of(like)
     here = value.detach().to(like.device)
-    repeated = module.DTensor.from_local(here, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    repeated: Any = module.DTensor.from_local(here, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
     # a part of the whole would keep all of it in memory
-    part = repeated.redistribute(placements=placements).to_local().clone()
-    made = module.DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-    return made  # type: ignore[no-any-return]
+    return repeated.redistribute(placements=placements).clone()  # type: ignore[no-any-return]
 
 
 def fitted(value: Tensor, like: Tensor) -> Tensor:
@@ -77,38 +75,26 @@ class Layout:
     Attributes:
         groups: Exchanging over each in turn reaches all ranks; one group, unless a mesh of several dimensions is only a part of
             all processes. Empty where nothing is sharded.
-        size: How many ranks those are.
         replicas: Of each tensor: on how many of the ranks each of its elements lies.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.groups: list[ProcessGroup] = []
-        self.size = 1
         self.replicas = [1] * len(tensors)
         if not any_sharded(tensors):
             return
-        meshes = list(dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)))  # type: ignore[attr-defined]
+        meshes = dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each))  # type: ignore[attr-defined]
         widest: Any = max(meshes, key=lambda mesh: int(mesh.size()))
-        ranks = set(widest.mesh.flatten().tolist())
+        self.replicas = [widest.size() // _count_parts(tensor) for tensor in tensors]
         for mesh in meshes:
-            if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+            if not set(widest.mesh.flatten().tolist()).issuperset(mesh.mesh.flatten().tolist()):
                 raise AmpUsageError(
                     f'parameters are sharded over {mesh} and over {widest}, and neither has all ranks: one optimizer needs one '
                     f'mesh that all of its parameters are on, or parts of it.'
                 )
-        self.size = int(widest.size())
         self._device = widest.device_type
         world = torch.distributed.group.WORLD
-        self.groups = [world] if world is not None and world.size() == self.size else widest.get_all_groups()
-        self.replicas = [self._replicas(tensor) for tensor in tensors]
-
-    def _replicas(self, tensor: Tensor) -> int:
-        if not is_sharded(tensor):
-            return self.size
-        mesh, placements = _layout_of(tensor)
-        # the strided shards of tensor parallelism below fully_shard say False to is_shard()
-        sharded = [dim for dim, each in enumerate(placements) if not each.is_replicate() and not each.is_partial()]
-        return self.size // math.prod(int(mesh.size(dim)) for dim in sharded)
+        self.groups = [world] if world is not None and world.size() == widest.size() else widest.get_all_groups()
 
     def exchange(self, numbers: Tensor, greatest: bool = False) -> Tensor:
         """The sums of numbers over the ranks. Collective, where there are any groups.
@@ -122,16 +108,18 @@ class Layout:
         """
         if not self.groups:
             return numbers
-        # the largest of NaN and a number may be either
-        parts = [numbers.nan_to_num(0, torch.inf, -torch.inf), numbers.isnan().to(numbers)] if greatest else [numbers]
-        found = torch.cat(parts).to(self._device)
-        op = torch.distributed.ReduceOp.MAX if greatest else torch.distributed.ReduceOp.SUM
+        found = numbers.to(self._device, copy=True)
         for group in self.groups:
-            torch.distributed.all_reduce(found, op, group=group)
-        if greatest:
-            values, are_nan = found.chunk(2)
-            found = torch.where(are_nan > 0, torch.nan, values)
+            torch.distributed.all_reduce(found, ReduceOp.MAX if greatest else ReduceOp.SUM, group=group)
         return found.to(numbers.device)
+
+
+def _count_parts(tensor: Tensor) -> int:
+    """On how many ranks the parts of a tensor lie."""
+    mesh, placements = _layout_of(tensor) or (None, ())
+    # the strided shards of tensor parallelism below fully_shard say False to is_shard()
+    sharded = [dim for dim, each in enumerate(placements) if not each.is_replicate() and not each.is_partial()]
+    return math.prod(int(mesh.size(dim)) for dim in sharded)
 
 
 def whole(tensor: Tensor) -> Tensor:

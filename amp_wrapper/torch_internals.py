@@ -10,19 +10,14 @@ torch itself tells its users to use, and those that every version has had for ye
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import optimizer as optimizer_module
 from torch.utils import _python_dispatch, checkpoint
-from torch.utils.data import DataLoader
-
-_Hooks = dict[int, Callable[..., Any]]
 
 #: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
@@ -33,6 +28,16 @@ COUNTS_BROADCASTS = VERSION < (2, 13)
 
 # -- the dispatcher, autograd and tensors ------------------------------------------------------------------------------
 
+#: Which backward pass runs on this thread; -1 for none. torch.autograd.graph gives the current node at most. Since 2.1.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+#: The node of the graph whose backward function runs on this thread; None outside of a backward pass. torch's profilers and its
+#: anomaly mode ask that. Since 2.1.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+#: Whether the dispatcher has a kernel of its own for an op, such as 'aten::exp', at a dispatch key, such as 'AutocastCPU'.
+#: ``torch.library`` registers kernels, but has no list of them. Since 1.8.
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+# of the name of a dispatch key: the enumeration in Python lacks some of them
+_dispatch_key = torch._C._dispatch_key_parse
 #: 1 where elements of a tensor share memory, 0 where none do, 2 where that is not known; no public function says so. Since 1.2.
 internal_overlap: Callable[[Tensor], int] = torch._debug_has_internal_overlap
 #: Whether a tensor is of a subclass that holds other tensors (DTensor and its like), and so no memory of its own. The public
@@ -43,55 +48,17 @@ is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 
-def graph_task_id() -> int:
-    """Which backward pass runs on this thread; -1 for none.
-
-    torch.autograd.graph gives public code the current node at most. In every version since 2.1.
-    """
-    return torch._C._current_graph_task_id()
-
-
-def current_node() -> Any:
-    """The node of the graph whose backward function runs on this thread; None outside of a backward pass.
-
-    What torch's profilers and anomaly mode ask. In every version since 2.1.
-    """
-    return torch._C._current_autograd_node()
-
-
 def writes_in_place(op: Any) -> bool:
     """Whether an op that a dispatch mode is given writes to its arguments: its schema says so. In every version since 1.12."""
     return bool(op._schema.is_mutable)
 
 
-def in_function_transform(or_mode: bool = False) -> bool:
+def in_function_transform() -> bool:
     """Whether ``torch.jit.trace`` records, or ``torch.func`` transforms, what runs on this thread.
 
     :func:`torch.jit.is_tracing` knows the first alone. In every version since 2.0.
-
-    Args:
-        or_mode: Ask for a :class:`TorchDispatchMode`, too.
     """
-    if or_mode and torch._C._len_torch_dispatch_stack():
-        return True
     return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def has_kernel(op: str, key: str) -> bool:
-    """Whether the dispatcher has a kernel of its own for an op at a dispatch key, such as 'AutocastCPU'.
-
-    ``torch.library`` registers kernels, but has no list of them. In every version since 1.8.
-
-    Args:
-        op: With its namespace, such as 'aten::exp'.
-        key: The name of the key.
-    """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
-
-
-def _dispatch_key(name: str) -> Any:
-    # the enumeration in Python lacks some of them
-    return torch._C._dispatch_key_parse(name)
 
 
 def keys_below(key: str) -> Any:
@@ -149,35 +116,8 @@ def wrap_segments(wrap: Callable[[Any], Any]) -> None:
     name = '_checkpoint_without_reentrant_generator'
     name = f'{name}_impl' if hasattr(module, f'{name}_impl') else name
     generate, forward = getattr(module, name), module.CheckpointFunction.forward
-
-    @functools.wraps(generate)
-    def generate_wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return generate(wrap(function), *args, **kwargs)
-
-    @functools.wraps(forward)
-    def forward_wrapped(ctx: Any, function: Any, *args: Any) -> Any:
-        return forward(ctx, wrap(function), *args)
-
-    setattr(module, name, generate_wrapped)
-    module.CheckpointFunction.forward = staticmethod(forward_wrapped)
-
-
-#: What torch pickles into the metadata of ``torch.distributed.checkpoint``, by module: classes that hold values, which reading
-#: must know to be able to refuse all others. Since 2.2.
-METADATA_CLASSES: Mapping[str, str] = {
-    'torch.distributed.checkpoint.metadata': (
-        'BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata '
-        '_MEM_FORMAT_ENCODING'
-    ),
-    'torch.distributed.checkpoint.filesystem': '_StorageInfo',
-    'torch.serialization': '_get_layout',
-    'torch': 'Size',
-    'collections': 'OrderedDict',
-    'pathlib': 'PosixPath WindowsPath PurePosixPath PureWindowsPath',
-}
-#: Modules that pickled classes name and that not every Python has, and where the classes are: Python 3.13 pickles paths as
-#: ``pathlib._local.PosixPath``, those before and after it as ``pathlib.PosixPath``.
-MOVED_MODULES: Mapping[str, str] = {'pathlib._local': 'pathlib'}
+    setattr(module, name, lambda function, *args, **kwargs: generate(wrap(function), *args, **kwargs))
+    module.CheckpointFunction.forward = staticmethod(lambda ctx, function, *args: forward(ctx, wrap(function), *args))
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -193,16 +133,6 @@ Loss = nn.modules.loss._Loss
 STATE_DICT_METHODS = ('_load_from_state_dict', '_save_to_state_dict', 'load_state_dict', 'state_dict')
 
 
-def drop_hooks(module: nn.Module, kind: type) -> None:
-    """Take the forward hooks and forward pre-hooks of a class off. Copies of modules have hooks without handles.
-
-    torch registers and removes hooks, and shows none. In every version since 0.2.
-    """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
-            del hooks[key]
-
-
 def saving_and_loading_hooks(module: nn.Module) -> list[Any]:
     """What runs while a module saves or loads: hooks, as they were registered. In every version since 2.0."""
     kinds = (module._load_state_dict_pre_hooks, module._state_dict_pre_hooks, module._state_dict_hooks)
@@ -212,7 +142,7 @@ def saving_and_loading_hooks(module: nn.Module) -> list[Any]:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def forget_workers(loader: DataLoader[Any]) -> None:
+def forget_workers(loader: Any) -> None:
     """Let the next iterator of a loader start workers anew, with the loader's present ``worker_init_fn``.
 
     With ``persistent_workers=True`` a loader keeps its first iterator, and nothing public lets go of it. Since 1.7.
@@ -222,42 +152,40 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-#: The hooks before, and after, the step of every optimizer. torch registers and removes them, and shows none. Since 2.0.
-global_pre_hooks: Any = _global_optimizer_pre_hooks
-global_post_hooks: Any = _global_optimizer_post_hooks
+
+def hooks_of_all_steps(when: str) -> Any:
+    """The hooks before ('pre') or after ('post') the step of every optimizer. torch registers and removes them, and shows none.
+
+    In every version since 2.0.
+    """
+    return getattr(optimizer_module, f'_global_optimizer_{when}_hooks')
+
+
+def hooks_of_steps(optimizer: torch.optim.Optimizer, when: str) -> Any:
+    """Those of one optimizer alone; None where its class does not call torch's constructor. In every version since 2.0."""
+    return getattr(optimizer, f'_optimizer_step_{when}_hooks', None)
 
 
 def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:
     """From now on, learn what gradients ``torch.nn.utils`` clips or takes the norm of, however their caller has imported it.
 
-    All its functions sort gradients by one function of their module, which has been there in every version since 2.0. Where it
-    is missing, nothing is seen; nor is code that is being compiled.
+    All its functions sort gradients by one function of their module, which has been there in every version since 2.0. Code that
+    is being compiled is not seen.
 
     Args:
         see: Gets the gradients on the thread of the caller, before they are changed, and how often each will be written to: a
             function that takes their norm only reads them, and ``clip_grad_value_`` writes the lower and the upper limit apart
             where it handles lists. It must keep nothing alive.
     """
-    functions = cast('Any', clip_grad)
-    sort = getattr(functions, '_group_tensors_by_device_and_dtype', None)
-    if sort is None:
-        return
-
-    def writes() -> int:
-        # A variable that keeps a function's own frame is a cycle: the frames before it, and with them the gradients, would wait
-        # for Python to find it. This one goes on to the caller of the function below.
-        frame = inspect.currentframe()
-        for _ in range(2):
-            frame = frame and frame.f_back
-        if frame is None or 'total_norm' in frame.f_code.co_name:
-            return 0
-        by_value = frame.f_code.co_name == 'clip_grad_value_'
-        return 2 if by_value and frame.f_locals.get('foreach') is not False else 1
+    functions: Any = torch.nn.utils.clip_grad
+    sort = functions._group_tensors_by_device_and_dtype
 
     @functools.wraps(sort)
     def watched(lists: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            see(lists[0], writes())
+            name, given = sys._getframe(1).f_code.co_name, sys._getframe(1).f_locals
+            by_list = name == 'clip_grad_value_' and given.get('foreach') is not False
+            see(lists[0], 0 if 'total_norm' in name else 1 + by_list)
         return sort(lists, *args, **kwargs)
 
     functions._group_tensors_by_device_and_dtype = watched
@@ -267,17 +195,7 @@ def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:
 fused_sgd: Callable[..., None] = torch._fused_sgd_
 
 
-def step_pre_hooks(optimizer: Optimizer) -> _Hooks | None:
-    """The hooks before the step of one optimizer; None where its class does not call the constructor of torch's. Since 2.0."""
-    return getattr(optimizer, '_optimizer_step_pre_hooks', None)
-
-
-def step_post_hooks(optimizer: Optimizer) -> _Hooks | None:
-    """The hooks after the step of one optimizer; see :func:`step_pre_hooks`."""
-    return getattr(optimizer, '_optimizer_step_post_hooks', None)
-
-
-def note_step(optimizer: Optimizer) -> None:
+def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning rate schedulers that the optimizer has stepped; they warn where they are first, and ask for this mark.
 
     In every version since 2.4; before, it was a count of calls.
@@ -307,10 +225,8 @@ def replace_in_zero(optimizer: Any, replaced: Mapping[int, Tensor]) -> None:
     """
     inner = optimizer.optim
     for group in inner.param_groups:
-        for index, parameter in enumerate(group['params']):
-            if id(parameter) in replaced:
-                now = group['params'][index] = replaced[id(parameter)]
-                if parameter in inner.state:
-                    inner.state[now] = inner.state.pop(parameter)
+        group['params'][:] = [replaced.get(id(parameter), parameter) for parameter in group['params']]
+    for parameter in list(inner.state):
+        inner.state[replaced.get(id(parameter), parameter)] = inner.state.pop(parameter)
     optimizer._all_params = [parameter for group in optimizer.param_groups for parameter in group['params']]
     optimizer._clear_cache()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import amp_wrapper
+from amp_wrapper.distributed_internals import parameters_of_group, shard_groups, types_of_group
 from amp_wrapper.engine.gradients.shard_gradients import CAN_DIFFER
-from amp_wrapper.fsdp_internals import shard_groups
 from amp_wrapper.policy import LEVELS
 from benchmarks import pages
 
@@ -89,21 +89,22 @@ def count(model: nn.Module, world: int) -> Bytes:
     """
     own = gradients = gathers = reduces = moments = total = calls = 0
     whole = []
-    groups = shard_groups(model)
+    groups = shard_groups([model])
     for group in groups:
         # the root keeps what it has gathered until the backward pass
         is_root = any(module is model for module in group.modules)
-        mine = sum(parameter.to_local().numel() for parameter in group.parameters)  # type: ignore[attr-defined]
+        parameters, (gathered_in, reduced_in) = parameters_of_group(group), types_of_group(group)
+        mine = sum(parameter.to_local().numel() for parameter in parameters)  # type: ignore[attr-defined]
         # each is padded to the same number of rows on each rank
-        padded = sum(_padded(parameter, world) for parameter in group.parameters)
-        kind = group.parameters[0].dtype
-        total += sum(parameter.numel() for parameter in group.parameters)
+        padded = sum(_padded(parameter, world) for parameter in parameters)
+        kind = parameters[0].dtype
+        total += sum(parameter.numel() for parameter in parameters)
         own += mine * kind.itemsize
-        averaged_in = group.reduce_dtype or kind
+        averaged_in = reduced_in or kind
         # gradients stay in that type with AmpOptimWrapper and the optimizers of this package
         gradients += mine * min(kind.itemsize, averaged_in.itemsize if CAN_DIFFER else kind.itemsize)
         moments += 2 * mine * 4
-        gathered = padded * (group.param_dtype or kind).itemsize
+        gathered = padded * (gathered_in or kind).itemsize
         passes = 1 if is_root else 2
         gathers += passes * gathered * (world - 1) // world
         reduces += padded * averaged_in.itemsize * (world - 1) // world

@@ -114,7 +114,7 @@ def _left_behind() -> list[str]:
         'autocast': torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda'),
         # steps wait for the host where there are any but those of the package
         'hooks of all optimizers': bool(
-            set(map(id, [*torch_internals.global_pre_hooks.values(), *torch_internals.global_post_hooks.values()]))
+            set(map(id, [h for when in ('pre', 'post') for h in torch_internals.hooks_of_all_steps(when).values()]))
             - set(map(id, host_read._harmless))
         ),
         'no gradients': not torch.is_grad_enabled(),

@@ -78,7 +78,7 @@ def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
 
 def uncompiled(models: Sequence[nn.Module]) -> list[nn.Module]:
     """The models inside of what ``torch.compile(model)`` made: what is cast is the same, whichever of the two is called."""
-    return [compiler_internals.compiled_module(m) if compiler_internals.is_compile_wrapper(m) else m for m in models]
+    return [compiler_internals.compiled_module(model) or model for model in models]
 
 
 def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:

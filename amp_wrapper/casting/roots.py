@@ -21,7 +21,7 @@ def is_compiled(model: nn.Module) -> bool:
         model: Any module.
     """
     return any(
-        compiler_internals.is_compile_wrapper(module) or compiler_internals.keeps_compiled_functions(module)
+        compiler_internals.compiled_module(module) is not None or compiler_internals.keeps_compiled_functions(module)
         for module in model.modules()
     )
 
@@ -44,8 +44,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = cast(nn.Module, model.module)
-        elif compiler_internals.is_compile_wrapper(model):
-            model = compiler_internals.compiled_module(model)
+        elif (inside := compiler_internals.compiled_module(model)) is not None:
+            model = inside
         else:
             return model
 

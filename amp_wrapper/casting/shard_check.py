@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..distributed_internals import parameters_of_group, shard_groups, types_of_group
 from ..errors import AmpAttachError, some
-from ..fsdp_internals import ShardGroup, shard_groups
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE
 from ..shards import is_sharded
@@ -37,9 +38,7 @@ def check_shards(
     Raises:
         AmpAttachError: Names the first parameter of each group that does not fit. Nothing has been changed.
     """
-    groups = {
-        id(parameter): group for model in within for group in shard_groups(model) for parameter in group.parameters
-    }
+    groups = {id(parameter): group for group in shard_groups(within) for parameter in parameters_of_group(group)}
     problems: dict[int, str] = {}
     for prefix, root in roots:
         for name, parameter in root.named_parameters(prefix=prefix):
@@ -59,7 +58,7 @@ def check_shards(
         )
 
 
-def _conflict(parameter: nn.Parameter, group: ShardGroup | None, policy: Policy, is_cast: bool) -> str:
+def _conflict(parameter: nn.Parameter, group: Any, policy: Policy, is_cast: bool) -> str:
     """What the group of a parameter has and the level needs otherwise; empty where they agree."""
     own, half = parameter.dtype, policy.cast_model_type
     if group is None:
@@ -68,7 +67,8 @@ def _conflict(parameter: nn.Parameter, group: ShardGroup | None, policy: Policy,
     needs = {'dtype': half if is_cast and has_16bit_shards(policy) else held, 'param_dtype': half if is_cast else own}
     if is_cast and policy.accumulate_in_fp32:
         needs['reduce_dtype'] = torch.float32
-    has = {'dtype': own, 'param_dtype': group.param_dtype or own, 'reduce_dtype': group.reduce_dtype or own}
+    gathered, averaged = types_of_group(group)
+    has = {'dtype': own, 'param_dtype': gathered or own, 'reduce_dtype': averaged or own}
     wrong = [f'{option}={needed}, not {has[option]}' for option, needed in needs.items() if has[option] is not needed]
     modules = some(list(map(class_name, group.modules)), 3)
     return f'of the group of {modules} needs {" and ".join(wrong)}' if wrong else ''

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from .. import fsdp_internals
+from .. import distributed_internals
 from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import PolicyOptions, resolve
 from ..policy.levels import OptLevel, Policy
@@ -28,14 +28,13 @@ _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _is_mesh(value: Any) -> bool:
-    fits = isinstance(value, DeviceMesh) and (value.device_type != 'cpu' or fsdp_internals.TRAINS_ON_CPUS)
-    return fits and (value.ndim == 1 or (value.ndim == 2 and bool(value.mesh_dim_names)))
+    return isinstance(value, DeviceMesh) and (value.ndim == 1 or (value.ndim == 2 and bool(value.mesh_dim_names)))
 
 
 _MESH = Option(
     None,
     (_is_mesh,),
-    "a DeviceMesh (of GPUs with torch 2.6) of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
+    "a DeviceMesh of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
     "names, the first of which repeats the model: init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', 'shard'))",
 )
 #: What one call of ``fully_shard`` is for, and whether the level computes with it in 16-bit.
@@ -300,7 +299,9 @@ def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Containe
     for block in [*reversed(blocks), model]:
         is_half = True in types_of(block)
         kept = list(find_kept(block)) if is_half else []
-        calls += [(kept, False)] if kept and fsdp_internals.COMPLETES_GROUPS else [([each], False) for each in kept]
+        calls += (
+            [(kept, False)] if kept and distributed_internals.COMPLETES_GROUPS else [([each], False) for each in kept]
+        )
         calls.append(([block], is_half))
         taken.update(map(id, block.parameters()))
     _check_calls(model, calls, half)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..errors import AmpCheckpointError
 from ..shards import is_sharded
-from ..torch_internals import METADATA_CLASSES, MOVED_MODULES
 from . import file, folder
 from .folder import is_folder, verify
 from .shard_writer import Pending, quiet, write
@@ -31,6 +30,18 @@ __all__ = ['Pending', 'begin', 'is_folder', 'join', 'load', 'save', 'shapes', 's
 
 #: What stands in the place of a sharded tensor: a dict of this key, and the name under which the tensor was written.
 PLACE = '_amp_wrapper_sharded_tensor'
+#: What torch pickles into the metadata, by module: classes that hold values. Reading must know them, to refuse all others.
+METADATA_CLASSES: Mapping[str, str] = {
+    'torch.distributed.checkpoint.metadata': (
+        'BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata '
+        '_MEM_FORMAT_ENCODING'
+    ),
+    'torch.distributed.checkpoint.filesystem': '_StorageInfo',
+    'torch.serialization': '_get_layout',
+    'torch': 'Size',
+    'collections': 'OrderedDict',
+    'pathlib': 'PosixPath WindowsPath PurePosixPath PureWindowsPath',
+}
 
 
 def save(checkpoint: Any, path: str | os.PathLike[str], takes: Callable[[Any], bool] = is_sharded) -> None:
@@ -210,7 +221,8 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The classes of metadata, and types of tensors."""
-        module = MOVED_MODULES.get(module, module)
+        # the name that Python 3.13 pickles
+        module = 'pathlib' if module == 'pathlib._local' else module
         is_dtype = module == 'torch' and isinstance(getattr(torch, name, 0), torch.dtype)
         if is_dtype or name in METADATA_CLASSES.get(module, '').split():
             return super().find_class(module, name)

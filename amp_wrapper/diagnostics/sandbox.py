@@ -21,12 +21,11 @@ from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
 from ..engine import AmpEngine, attach_together
-from ..engine.attach import let_go
+from ..engine.attach import drop_hooks, let_go
 from ..engine.buffers.hooks import BufferHook
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..shards import any_sharded
-from ..torch_internals import drop_hooks
 
 #: Attaches a copy of a model to an engine, as the original was attached.
 Attach = Callable[[AmpEngine, nn.Module], object]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import fsdp_internals, torch_internals
+from .. import distributed_internals
 from ..casting import cast_module, checks, roots
 from ..casting.masters import Masters
 from ..casting.modules import module_device
@@ -43,7 +43,7 @@ def attach_model(
     """Cast a model for one engine, make masters and take them into the optimizer; see :meth:`AmpEngine.attach`."""
     policy, optimizer = parts.policy, parts.optimizer
     inner = roots.unwrap(model)
-    fsdp_internals.reshard(inner)
+    distributed_internals.reshard(inner)
     parts.names = {id(parameter): name for name, parameter in inner.named_parameters()}
     ddp = Reducers(model, parts.weights, inner.named_parameters(), policy.verbosity >= 1)
     if policy.casts_model and not ddp.ddps:
@@ -79,7 +79,7 @@ def attach_parts(
     """The work of :func:`amp_wrapper.engine.attach_together`, on the engines' parts."""
     for model in models:
         roots.unwrap(model)
-        fsdp_internals.reshard(model)
+        distributed_internals.reshard(model)
         if policy.casts_model:
             check_unknown_listeners(model)
     for engine in engines:
@@ -135,7 +135,7 @@ def detach_model(parts: EngineParts) -> None:
     if parts.casts is not None:
         parts.casts.remove()
         for _, root in parts.casts.roots:
-            torch_internals.drop_hooks(root, NoticeDdp)
+            drop_hooks(root, NoticeDdp)
         parts.ddp.rebuild(parts.casts.parameters.values())
     if not params.have_fp32_values and parts.optimizer is not None and casts:
         _state_to_fp32(parts.optimizer)
@@ -261,16 +261,23 @@ def watch_buffers(
 
 
 def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
-    parts.reductions = fsdp_internals.Reductions(models)
+    parts.shard_groups = distributed_internals.shard_groups(models)
     # others step with gradients of the parameters' type alone; in scripts, whoever clips expects FP32 gradients at FP32 shards
     takes_16bit = isinstance(parts.optimizer, FusedOptimizer) and not parts.gradients.unscaled
-    if parts.reductions and takes_16bit and parts.policy.casts_model:
+    if parts.shard_groups and takes_16bit and parts.policy.casts_model:
         parts.shard_gradients = ShardGradients(models, set(map(id, parts.params.parameters())))
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:
     if parts.params.kind == 'whole':
         forward_entry.watch(models, parts.params)
+
+
+def drop_hooks(module: nn.Module, kind: type) -> None:
+    """Take the forward hooks and forward pre-hooks of a class off. Copies of modules have hooks without handles."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+            del hooks[key]
 
 
 def named_roots(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals
+from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
 from .buffers import living
 from .buffers import users as buffer_users
@@ -116,7 +117,7 @@ class BackwardPass:
             # parameters that add_param_group has added get their masters
             engine.lists()
         engine.forget_cleared()
-        averaged = engine.ddp.begin_backward() and not engine.reductions.hold_back
+        averaged = engine.ddp.begin_backward() and not hold_back(engine.shard_groups)
         engine.check_rest()
         if engine.gradients.unscaled and not averaged and not engine.scales.are_shared:
             raise AmpUsageError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..torch_internals import global_post_hooks, global_pre_hooks, step_post_hooks, step_pre_hooks
+from ..torch_internals import hooks_of_all_steps, hooks_of_steps
 
 _harmless: list[Callable[..., Any]] = []
 
@@ -79,8 +79,8 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = any(not any(hook is ours for ours in _harmless) for hook in global_pre_hooks.values())
-    return others or bool(step_pre_hooks(optimizer))
+    others = any(not any(hook is ours for ours in _harmless) for hook in hooks_of_all_steps('pre').values())
+    return others or bool(hooks_of_steps(optimizer, 'pre'))
 
 
 def mark_harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ def before_post_hooks(optimizer: Optimizer, call: Callable[[], None] | None) -> 
         yield
         return
     # torch calls those for all optimizers first
-    hooks: Any = global_post_hooks or step_post_hooks(optimizer)
+    hooks: Any = hooks_of_all_steps('post') or hooks_of_steps(optimizer, 'post')
     if not hooks:
         yield
         call()

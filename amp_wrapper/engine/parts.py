@@ -16,7 +16,6 @@ from .. import ops
 from ..casting import kept, optimizer_state, plan, roots
 from ..casting.masters import Masters, StepLists
 from ..checkpoint.format import SavedAmp
-from ..fsdp_internals import Reductions
 from ..ops import attributes
 from ..policy import Policy
 from ..shards import local
@@ -73,7 +72,7 @@ class EngineParts:
         overflow: The flags of the present step.
         monitor: What the host knows of skipped steps.
         gradients: Where gradients wait for the step.
-        ddp, reductions: The DDP modules that average them, and the groups of FSDP2 that do.
+        ddp, shard_groups: The DDP modules that average them, and the groups of FSDP2 that do.
         shard_gradients: What keeps gradients of shards in 16-bit; None where they are in FP32, or nothing is sharded.
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
@@ -103,7 +102,7 @@ class EngineParts:
         self.overflow = Overflow(policy.num_losses, unscaled)
         self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
         self.ddp = Reducers(None, self.weights)
-        self.reductions = Reductions(())
+        self.shard_groups: list[Any] = []
         self.shard_gradients: ShardGradients | None = None
         self.buffers: BufferSnapshots | None = None
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
@@ -128,7 +127,7 @@ class EngineParts:
     def reset(self) -> None:
         """The model was let go."""
         self.ddp = Reducers(None, self.weights)
-        self.reductions = Reductions(())
+        self.shard_groups = []
         if self.shard_gradients is not None:
             self.shard_gradients.remove()
         self.params = Masters(self.optimizer)
@@ -338,7 +337,7 @@ class EngineParts:
         if gradients.unscaled and not gradients.in_backward:
             if (
                 gradients.held is not None
-                and not self.reductions
+                and not self.shard_groups
                 and not any(weight.grad is not None for weight in self.weights())
             ):
                 gradients.held = None

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import checkpoint
 from ..casting.optimizer_state import keep_scalar_state
 from ..checkpoint import report
+from ..distributed_internals import hold_back
 from ..errors import AmpCheckpointError
 from ..policy.nested import parameters_of
 from ..shards import any_sharded, is_sharded, shard_like
@@ -40,7 +41,7 @@ def _open_accumulation(parts: EngineParts) -> checkpoint.Window | None:
     if not parts.is_accumulating:
         return None
     # shards are averages, unless somebody waits with that; what is unscaled has left flags on its rank
-    shared = bool(parts.reductions) and not parts.reductions.hold_back and not parts.gradients.unscaled
+    shared = bool(parts.shard_groups) and not hold_back(parts.shard_groups) and not parts.gradients.unscaled
     if has_several_processes() and not parts.ddp.same_everywhere() and not shared:
         _say(
             parts,

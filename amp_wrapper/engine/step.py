@@ -277,7 +277,8 @@ class StepChecks:
         parts = self._parts
         scales, params = parts.scales, parts.params
         # an evaluation since the backward pass leaves gathered weights, which a step does not reach
-        parts.reductions.reshard()
+        for group in parts.shard_groups:
+            group.reshard()
         if parts.gradients.in_backward:
             raise AmpUsageError(
                 'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '

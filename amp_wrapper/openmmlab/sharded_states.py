@@ -14,7 +14,7 @@ from mmengine.hooks import EMAHook
 from mmengine.optim import BaseOptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
-from .. import fsdp_internals
+from .. import distributed_internals
 from ..checkpoint.sharded import rebuilt
 from ..policy.nested import parameters_of
 from ..shards import any_sharded, is_sharded, shard_like, whole
@@ -74,7 +74,7 @@ def _averages_of(runner: Any) -> list[Any]:
 def layouts_of(runner: Any) -> Callable[[str], Tensor | None]:
     """Which tensor of a runner is laid out as one of a checkpoint, by the name that it has there; None for no sharded one."""
     model = inner_model(runner.model)
-    fsdp_internals.reshard(model)
+    distributed_internals.reshard(model)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_sharded(p)}
     wrapper = getattr(runner, 'optim_wrapper', None)
     members = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {'': wrapper}
@@ -156,7 +156,7 @@ def shard_states(model: nn.Module, state: Any) -> dict[str, Any]:
         model: Whose parameters and buffers have the names of the state dict.
         state: Not changed.
     """
-    fsdp_internals.reshard(model)
+    distributed_internals.reshard(model)
     mine = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if is_sharded(tensor)}
 
     def fitting(name: str, value: Any) -> Any:

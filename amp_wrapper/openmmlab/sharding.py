@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from .. import fsdp_internals
+from .. import distributed_internals
 from ..casting.sharding import Sharding, begin_alike, shard
 from ..checkpoint import sharded
 from ..errors import AmpAttachError, AmpConfigError, nearest, some
@@ -105,7 +105,7 @@ class MMFullyShard(nn.Module):
     @property
     def is_sharded(self) -> bool:
         """Whether it has happened."""
-        return any(map(fsdp_internals.is_fully_sharded, self.module.modules()))
+        return any(map(distributed_internals.is_fully_sharded, self.module.modules()))
 
     def shard(
         self,
@@ -155,7 +155,7 @@ class MMFullyShard(nn.Module):
         """That of the model."""
         if self._accumulates_apart and self.is_sharded:
             # torch asks in the backward pass, which mmengine runs outside of no_sync
-            for module in filter(fsdp_internals.is_fully_sharded, self.module.modules()):
+            for module in filter(distributed_internals.is_fully_sharded, self.module.modules()):
                 module.set_requires_gradient_sync(not self._holds_back, recurse=False)  # type: ignore[operator]
         return self.module(*args, **kwargs)
 

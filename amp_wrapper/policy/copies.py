@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import graph_internals
+from .. import compiler_internals
 from ..compiler_internals import constant_when_traced, never_compiled_alone
 from .nested import CASTABLE, HALF_TYPES, Memo, attributes_of, items_of, map_tensors
 
@@ -171,14 +171,14 @@ def _unrounded(made: Tensor, original: Tensor) -> Tensor:
     return made + lost if made.requires_grad else value
 
 
-_mark_last_tensor = constant_when_traced(graph_internals.mark_last_tensor)
-_is_marked_written = constant_when_traced(graph_internals.was_written)
+_last_traced_tensor = constant_when_traced(compiler_internals.last_traced_tensor)
+_traced_was_written = constant_when_traced(compiler_internals.was_written)
 
 
 def _version(made: Tensor, is_new: bool) -> int | None:
     """What tells, with :func:`_was_written`, whether a tensor is written to from now on; None where nothing does."""
     if torch.compiler.is_dynamo_compiling():
-        return _mark_last_tensor() if is_new else None
+        return _last_traced_tensor() if is_new else None
     # inference tensors keep no count
     return None if made.is_inference() else made._version
 
@@ -186,7 +186,7 @@ def _version(made: Tensor, is_new: bool) -> int | None:
 def _was_written(made: Tensor, before: int | None) -> bool:
     if before is None:
         return False
-    return _is_marked_written(before) if torch.compiler.is_dynamo_compiling() else made._version != before
+    return _traced_was_written(before) if torch.compiler.is_dynamo_compiling() else made._version != before
 
 
 # between two graphs they run as they are

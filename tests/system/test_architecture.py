@@ -14,7 +14,7 @@ PACKAGE, TESTS = Path(amp_wrapper.__file__).parent, Path(__file__).parents[1]
 #: What a folder, or a file beside the folders, may import: whatever stands in a lower line.
 ORDER: tuple[frozenset[str], ...] = (
     frozenset({'errors', 'late_names', 'version', 'torch_internals'}),
-    frozenset({'compiler_internals', 'graph_internals', 'fsdp_internals', 'ddp_internals'}),
+    frozenset({'compiler_internals', 'distributed_internals'}),
     frozenset({'policy', 'shards'}),
     frozenset({'ops', 'checkpoint'}),
     frozenset({'casting', 'optim'}),

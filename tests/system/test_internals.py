@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from amp_wrapper import compiler_internals, torch_internals
+from amp_wrapper.checkpoint import sharded
+from amp_wrapper.engine.attach import drop_hooks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +45,7 @@ def test_backward_pass_is_known_to_a_dispatch_mode() -> None:
     with Noting():
         x.exp().backward()
         x.detach().add_(1)
-        assert torch_internals.in_function_transform(or_mode=True) and not torch_internals.in_function_transform()
+        assert not torch_internals.in_function_transform()
     assert seen[0] == (-1, None, False) and seen[-1] == (-1, None, True)
     (task,) = {task for task, name, _ in seen if name == 'ExpBackward0'}
     assert task >= 0
@@ -52,7 +54,7 @@ def test_backward_pass_is_known_to_a_dispatch_mode() -> None:
 def test_names_that_are_only_looked_up() -> None:
     found = torch_internals.variable_function('exp')
     assert found is not None and found(torch.zeros(1)).item() == 1 and torch_internals.variable_function('none') is None
-    for module, names in torch_internals.METADATA_CLASSES.items():
+    for module, names in sharded.METADATA_CLASSES.items():
         assert all(hasattr(importlib.import_module(module), name) for name in names.split()), module
     assert issubclass(nn.BatchNorm2d, torch_internals.BatchNorm) and issubclass(nn.MSELoss, torch_internals.Loss)
     assert issubclass(nn.InstanceNorm2d, torch_internals.BatchOrInstanceNorm)
@@ -75,7 +77,7 @@ def test_hooks_of_modules_are_found() -> None:
     module.register_state_dict_post_hook(lambda *_: calls.append('saved'))
     module.register_load_state_dict_pre_hook(lambda *_: calls.append('loading'))
     assert len(torch_internals.saving_and_loading_hooks(module)) == 2
-    torch_internals.drop_hooks(module, Hook)
+    drop_hooks(module, Hook)
     module(torch.ones(1))
     assert calls == ['other']
 
@@ -128,17 +130,18 @@ def test_functions_are_kept_out_of_graphs_or_are_constants_in_them() -> None:
     assert [whole(x).item() for _ in range(2)] == [11, 11] and seen[1:] == ['constant']
 
 
-def test_compiled_modules_are_recognised() -> None:
+def test_compiled_modules_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    eval_frame = importlib.import_module('torch._dynamo.eval_frame')
     plain = nn.Linear(1, 1)
     wrapper = torch.compile(plain, backend='eager')
-    assert compiler_internals.is_compile_wrapper(wrapper) and compiler_internals.compiled_module(wrapper) is plain
+    assert compiler_internals.compiled_module(wrapper) is plain and compiler_internals.compiled_module(plain) is None
     assert compiler_internals.name_without_wrappers('0._orig_mod.1') == '0.1' and compiler_internals.is_loaded()
     heard: list[int] = []
+    monkeypatch.setattr(eval_frame, '_callback_from_stance', eval_frame._callback_from_stance)
     compiler_internals.before_compiled_calls(lambda: heard.append(1))
     with compiler_internals.eager():
         assert wrapper(torch.ones(1)) is not None and heard == []
     wrapper(torch.ones(1))
-    compiler_internals._listeners.pop()
     assert heard
     compiler_internals.backward_without_autocast()
     plain.compile(backend='eager')

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import ddp_internals
+from ... import distributed_internals
 from ...compiler_internals import constant_when_traced, never_compiled
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
@@ -97,7 +97,7 @@ class NoticeDdp:
     @constant_when_traced
     def notice(self) -> bool:
         """Take notice; also while a call becomes part of a graph, which DDP itself is no part of."""
-        ddp = ddp_internals.active_ddp()
+        ddp = distributed_internals.active_ddp()
         if ddp is not None:
             self.ddp = ref(ddp)
             record = record_of(ddp)

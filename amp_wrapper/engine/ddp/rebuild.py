@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import ddp_internals
+from ... import distributed_internals
 from .forward_record import record_of
 
 # arguments of DDP's constructor that it keeps under their names
@@ -32,10 +32,10 @@ def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     if not record.parameters:
         trainable = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
         # where some were frozen or unfrozen since DDP was made, it is built anew at the first forward call
-        record.reduced = trainable if len(trainable) == ddp_internals.count_listened(ddp) else frozenset()
+        record.reduced = trainable if len(trainable) == distributed_internals.count_listened(ddp) else frozenset()
     if list(map(id, record.parameters)) != list(map(id, parameters)):
         record.parameters, record.flags = parameters, None
-    before = set(map(id, ddp_internals.ddp_parameters(ddp))) | set(map(id, getattr(ddp, 'modules_buffers', ())))
+    before = set(map(id, distributed_internals.ddp_parameters(ddp))) | set(map(id, getattr(ddp, 'modules_buffers', ())))
     named = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
     new = [tensor for name, tensor in named if id(tensor) not in before and name not in ddp.parameters_to_ignore]
     if new and has_several_ranks(ddp):
@@ -93,12 +93,12 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     """
     settings = _settings(ddp)
     before = dict(ddp.__dict__)
-    comm_hooks = ddp_internals.comm_hooks(ddp)
+    comm_hooks = distributed_internals.comm_hooks(ddp)
     # the old reducer takes its hooks along, and its buckets need not lie beside the new ones
     del ddp.reducer, before['reducer']
     del ddp.logger, before['logger']
     DistributedDataParallel.__init__(ddp, ddp.module, **settings)
-    for name in (*_MODULE_FIELDS, *ddp_internals.DDP_FIELDS):
+    for name in (*_MODULE_FIELDS, *distributed_internals.DDP_FIELDS.split()):
         if name in before:
             ddp.__dict__[name] = before[name]
     for hook, state in comm_hooks:

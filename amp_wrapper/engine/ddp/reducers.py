@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import ddp_internals
+from ... import distributed_internals
 from ...errors import AmpAttachError, AmpUsageError, some
 from ...shards import is_sharded
 from .forward_record import NoticeDdp, State, record_of, state_of
@@ -73,17 +73,17 @@ class Reducers:
             AmpAttachError: A DDP with delayed reductions, its own mixed precision, or optimizers in its backward pass.
         """
         for ddp in self.ddps:
-            overlapped = [hook for hook, _ in ddp_internals.comm_hooks(ddp) if _steps_in_backward(hook)]
-            if scales_or_masters and (overlapped or any(map(ddp_internals.steps_in_backward, ddp.module.parameters()))):
+            overlapped = [hook for hook, _ in distributed_internals.comm_hooks(ddp) if _steps_in_backward(hook)]
+            if scales_or_masters and overlapped:
                 raise AmpAttachError(
-                    'DistributedDataParallel steps an optimizer inside its backward pass (_register_fused_optim, '
-                    '_apply_optimizer_in_backward): gradients would be applied scaled and unchecked. Drop it, or use O0.'
+                    'DistributedDataParallel steps an optimizer inside its backward pass (_register_fused_optim): gradients '
+                    'would be applied scaled and unchecked. Drop it, or use O0.'
                 )
             if casts and getattr(ddp, 'mixed_precision', None) is not None:
                 raise AmpAttachError(
                     'DistributedDataParallel(mixed_precision=...) casts the model itself: drop it, the opt level does it.'
                 )
-            if casts and ddp_internals.delays_all_reduce(ddp):
+            if casts and distributed_internals.delays_all_reduce(ddp):
                 raise AmpAttachError(
                     'DistributedDataParallel(delay_all_reduce_named_params=...) cannot be combined with a level that '
                     'casts the model: drop the argument, or use O0, O1 or O4.'
@@ -160,7 +160,7 @@ class Reducers:
         now: frozenset[int],
         waiting: Callable[[Iterable[int]], bool],
     ) -> None:
-        if ddp_internals.delays_all_reduce(ddp):
+        if distributed_internals.delays_all_reduce(ddp):
             raise AmpUsageError(
                 'parameters were frozen or unfrozen under DistributedDataParallel(delay_all_reduce_named_params=...), which '
                 'cannot be built anew: freeze them before it wraps the model, or drop the argument.'
@@ -247,7 +247,7 @@ class Reducers:
         if any(mark != _mark(parameter) for parameter, mark in before.items()):
             raise AmpUsageError(_SECOND)
         for ddp in self._mine:
-            if ddp_internals.is_finalized(ddp):
+            if distributed_internals.is_finalized(ddp):
                 record_of(ddp).use_up('spent')
 
     def _that_are(self, state: State, everywhere: bool = False) -> list[DistributedDataParallel]:
@@ -262,7 +262,7 @@ class Reducers:
 
     def is_unfinished(self) -> bool:
         """Whether a backward pass has left a DDP waiting for the gradients of another one."""
-        return bool(self._mine) and not all(map(ddp_internals.is_finalized, self._that_are('averaged')))
+        return bool(self._mine) and not all(map(distributed_internals.is_finalized, self._that_are('averaged')))
 
     def about_to_average(self, everywhere: bool = False) -> frozenset[int]:
         """The parameters, by id, whose gradients the coming backward pass averages over several ranks.
@@ -282,7 +282,7 @@ class Reducers:
     def joins(self) -> bool:
         """Whether ranks may take another number of steps: ``DistributedDataParallel.join``."""
         ddps = self._mine
-        return bool(ddps) and any(map(ddp_internals.joins, ddps))
+        return bool(ddps) and any(map(distributed_internals.joins, ddps))
 
     # -- one decision ------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Reducers:
         for ddp in filter(has_several_ranks, self._mine):
             if not any(ddp.process_group is group for group in groups):
                 groups.append(ddp.process_group)
-            always = always or self._outside or bool(ddp_internals.comm_hooks(ddp))
+            always = always or self._outside or bool(distributed_internals.comm_hooks(ddp))
         return groups if always or len(groups) > 1 or self._that_are('local') else []
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...compiler_internals import untraced
-from ...fsdp_internals import is_fully_sharded, shard_groups
+from ...distributed_internals import is_fully_sharded, parameters_of_group, shard_groups, types_of_group
 from ...policy.nested import HALF_TYPES, map_tensors
 
 #: Whether a gradient may have another type than its parameter. torch 2.13 has ``Tensor.grad_dtype``, torch 2.9 has not.
@@ -45,11 +45,11 @@ class ShardGradients:
 
     def _watch_parameters(self, model: nn.Module, stepped: Container[int]) -> Sequence[nn.Parameter]:
         before = len(self._parameters)
-        for group in shard_groups(model):
-            averaged_in = group.reduce_dtype
+        for group in shard_groups([model]):
+            _, averaged_in = types_of_group(group)
             if averaged_in is None or averaged_in not in HALF_TYPES:
                 continue
-            for parameter in group.parameters:
+            for parameter in parameters_of_group(group):
                 on_cpu = parameter.device.type == 'cpu' != parameter.device_mesh.device_type  # type: ignore[attr-defined]
                 # copies to the CPU may be under way when a hook looks
                 if id(parameter) not in stepped or on_cpu or not parameter.requires_grad:

@@ -11,7 +11,7 @@ from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from ... import fsdp_internals
+from ... import distributed_internals
 from ...casting import fp32_values
 from ...casting.cast_module import is_cast, take_off
 from ...checkpoint import names
@@ -33,7 +33,7 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
     """Replaces ``BaseAveragedModel.update_parameters``: averages the FP32 values of a cast model."""
-    fsdp_internals.reshard(model)
+    distributed_internals.reshard(model)
     with living.averaging(average.module, model):
         original(average, averages.Fp32View(model) if is_cast(model) else model)
 
@@ -43,7 +43,7 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     """Replaces ``EMAHook._swap_ema_parameters``: swaps the average with the masters, so that both come back bit for bit."""
     average, source = hook.ema_model.module, hook.src_model
     # a validation leaves some modules with gathered parameters
-    fsdp_internals.reshard(source)
+    distributed_internals.reshard(source)
     if not is_cast(source):
         original(hook)
         return
@@ -93,7 +93,7 @@ def before_run(original: Callable[..., None], hook: Any, runner: Any) -> None:
     if known is None or not any_sharded(model.parameters()):
         original(hook, runner)
         return
-    fsdp_internals.reshard(model)
+    distributed_internals.reshard(model)
     with torch.no_grad():
         for mean, value in zip(known.module.state_dict().values(), model.state_dict().values()):
             mean.copy_(value)

@@ -12,8 +12,6 @@ import torch
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
 
-from ...torch_internals import MOVED_MODULES
-
 
 def _restricted_getattr(owner: Any, name: str) -> Any:
     """``getattr`` for unpickling HistoryBuffer's statistics, and for nothing else."""
@@ -46,8 +44,8 @@ def allow() -> None:
     # each with its name: ``torch.serialization.safe_globals``, in which onedl-mmengine reads its files, takes out at its end
     # what it was given, and would take out our entry if it were the same
     named: list[Any] = [(each, f'{each.__module__}.{each.__qualname__}') for each in classes]
-    # a file from one Python is read with another
-    for module in ('pathlib', *(old for old, new in MOVED_MODULES.items() if new == 'pathlib')):
+    # a file from one Python is read with another: 3.13 pickles the second name
+    for module in ('pathlib', 'pathlib._local'):
         paths = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath)
         named += [(path, f'{module}.{path.__name__}') for path in paths]
     named.append((_restricted_getattr, 'builtins.getattr'))
