@@ -172,9 +172,10 @@ def constant_when_traced(function: _Function) -> _Function:
 def keeps_compiled_functions(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called, or a function of ``torch.compile`` took the place of a method of one module.
 
-    In every version since 2.2.
+    What :func:`torch.compiler.disable` returns is none. In every version since 2.2.
     """
-    return any(hasattr(value, '_torchdynamo_orig_callable') for value in vars(module).values())
+    functions = [vars(value) for value in vars(module).values() if isinstance(value, FunctionType)]
+    return any('_torchdynamo_orig_callable' in each and '_torchdynamo_disable' not in each for each in functions)
 
 
 #: Where ``module.compile()`` keeps the call, which torch leaves out of copies. In every version since 2.2.

@@ -40,16 +40,14 @@ def check_shards(
     """
     groups = {id(parameter): group for group in shard_groups(within) for parameter in parameters_of_group(group)}
     problems: dict[int, str] = {}
-    for prefix, root in roots:
-        for name, parameter in root.named_parameters(prefix=prefix):
-            if not is_sharded(parameter) or not parameter.is_floating_point():
-                continue
-            if policy.split_masters:
-                raise AmpAttachError(f"master_weights='split' conflicts with the sharded {name}: {NO_SPLIT_SHARDS}")
-            group = groups.get(id(parameter))
-            problem = _conflict(parameter, group, policy, id(parameter) in casts)
-            if problem:
-                problems.setdefault(id(group), f'{name} {problem}')
+    named = [each for prefix, root in roots for each in root.named_parameters(prefix=prefix) if is_sharded(each[1])]
+    for name, parameter in named:
+        if policy.split_masters:
+            raise AmpAttachError(f"master_weights='split' conflicts with the sharded {name}: {NO_SPLIT_SHARDS}")
+        group = groups.get(id(parameter))
+        problem = _conflict(parameter, group, policy, id(parameter) in casts) if parameter.is_floating_point() else ''
+        if problem:
+            problems.setdefault(id(group), f'{name} {problem}')
     if problems:
         rows = '\n  '.join(problems.values())
         raise AmpAttachError(
@@ -63,12 +61,13 @@ def _conflict(parameter: nn.Parameter, group: Any, policy: Policy, is_cast: bool
     own, half = parameter.dtype, policy.cast_model_type
     if group is None:
         return 'is sharded by something else than fully_shard, and nothing gathers it' if policy.casts_model else ''
-    held = torch.float32 if parameter.requires_grad and own in CASTABLE else own
-    needs = {'dtype': half if is_cast and has_16bit_shards(policy) else held, 'param_dtype': half if is_cast else own}
-    if is_cast and policy.accumulate_in_fp32:
-        needs['reduce_dtype'] = torch.float32
     gathered, averaged = types_of_group(group)
-    has = {'dtype': own, 'param_dtype': gathered or own, 'reduce_dtype': averaged or own}
-    wrong = [f'{option}={needed}, not {has[option]}' for option, needed in needs.items() if has[option] is not needed]
+    held = torch.float32 if parameter.requires_grad and own in CASTABLE else own
+    wanted = [
+        ('dtype', own, half if is_cast and has_16bit_shards(policy) else held),
+        ('param_dtype', gathered or own, half if is_cast else own),
+        ('reduce_dtype', averaged or own, torch.float32 if is_cast and policy.accumulate_in_fp32 else averaged or own),
+    ]
+    wrong = [f'{option}={needed}, not {has}' for option, has, needed in wanted if has is not needed]
     modules = some(list(map(class_name, group.modules)), 3)
     return f'of the group of {modules} needs {" and ".join(wrong)}' if wrong else ''

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from .. import distributed_internals
+from ..distributed_internals import COMPLETES_GROUPS
 from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import PolicyOptions, resolve
 from ..policy.levels import OptLevel, Policy
@@ -24,25 +24,12 @@ from .modules import class_name
 from .plan import CastPlan, cast_in_place
 from .shard_check import NO_SPLIT_SHARDS, has_16bit_shards
 
-_AVERAGED = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _is_mesh(value: Any) -> bool:
-    return isinstance(value, DeviceMesh) and (value.ndim == 1 or (value.ndim == 2 and bool(value.mesh_dim_names)))
-
-
-_MESH = Option(
-    None,
-    (_is_mesh,),
-    "a DeviceMesh of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
-    "names, the first of which repeats the model: init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', 'shard'))",
-)
 #: What one call of ``fully_shard`` is for, and whether the level computes with it in 16-bit.
 Call = tuple[list[nn.Module], bool]
 #: How to shard over a mesh: the other fields of :class:`Sharding`, as users write them.
 SHARDING_OPTIONS: dict[str, Option] = {
     'blocks': OPTIONS['keep_fp32'],
-    'reduce_dtype': Option(None, (*_AVERAGED, None), convert=to_dtype),
+    'reduce_dtype': Option(None, (torch.float32, torch.float16, torch.bfloat16, None), convert=to_dtype),
     'reshard_after_forward': Option(None, (True, False, None, is_whole), 'True, False or a count'),
     'offload': Option(False, (True, False)),
 }
@@ -81,7 +68,11 @@ class Sharding:
             AmpConfigError: Every conflict in one message.
         """
         problems: list[str] = []
-        _MESH.read('mesh', mesh, problems)
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+            problems.append(
+                f"mesh={mesh!r} must be a DeviceMesh of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
+                f"names, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')."
+            )
         read = read_words('sharding', options or {}, SHARDING_OPTIONS, problems)
         if policy.accumulate_in_fp32 and policy.casts_model:
             if read.get('reduce_dtype') not in (None, torch.float32):
@@ -128,12 +119,20 @@ def shard(
     half: dict[int, nn.Parameter] = {}
     calls: list[Call] = []
     for model in models:
-        _check_model(model)
+        wrapped = [
+            type(part).__name__ for part in model.modules() if isinstance(part, (DistributedDataParallel, DataParallel))
+        ]
+        sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+        if wrapped:
+            raise AmpAttachError(
+                f'sharding averages gradients itself: hand over the model alone, without {wrapped[0]}.'
+            )
+        if sharded:
+            raise AmpAttachError(f'{some(sharded)} are sharded already: leave mesh out, or do not call fully_shard.')
         plan = CastPlan([('', model)], policy, leave, average)
         if plan.rounded and not has_16bit_shards(policy):
-            raise AmpAttachError(
-                f'{some(list(plan.rounded))} are 16-bit already, and shards are FP32: drop .half() or .bfloat16().'
-            )
+            rounded = some(list(plan.rounded))
+            raise AmpAttachError(f'{rounded} are 16-bit already, and shards are FP32: drop .half() or .bfloat16().')
         half |= {id(parameter): parameter for parameter in plan.parameters.values()}
         calls += order_of_calls(model, find_blocks(model, sharding.blocks), half)
     for optimizer in optimizers:
@@ -150,9 +149,9 @@ def shard(
         cast_in_place(parameter, policy.cast_model_type or torch.float32)
     for modules, is_half in calls:
         _call_fully_shard(modules, is_half, policy, sharding)
-    sharded = {id(parameter): model.get_parameter(name) for model, name, parameter in before}
+    shards = {id(parameter): model.get_parameter(name) for model, name, parameter in before}
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group['params'][:] = [sharded.get(id(parameter), parameter) for parameter in group['params']]
+        group['params'][:] = [shards.get(id(parameter), parameter) for parameter in group['params']]
 
 
 _Model = TypeVar('_Model', bound=nn.Module)
@@ -228,37 +227,20 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
             tensor.copy_(value)
 
 
-def _check_model(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, (DistributedDataParallel, DataParallel)):
-            raise AmpAttachError(
-                f'the model has a {type(module).__name__}, and a mesh was given: sharding averages gradients itself. Hand over '
-                f'the model alone.'
-            )
-    sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
-    if sharded:
-        raise AmpAttachError(
-            f'a mesh was given, and {some(sharded)} are DTensors already: leave mesh out, or do not call fully_shard.'
-        )
-
-
 def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
     """The modules that are gathered one by one, outer ones first, without the model itself."""
     if wanted is None:
         return list(_items(model))
-    rules = [
-        (Kept("sharding['blocks']", item if isinstance(item, str) else item.__name__, ''), item) for item in wanted
-    ]
-    named = match([('', model)], rules)
+    names = [item if isinstance(item, str) else item.__name__ for item in wanted]
+    named = match([('', model)], [(Kept("sharding['blocks']", name, ''), item) for name, item in zip(names, wanted)])
     return [each for each in model.modules() if id(each) in named and each is not model and _has_forward(each)]
 
 
 def _items(module: nn.Module) -> Iterator[nn.Module]:
     """The items of the outermost lists that have modules inside, such as the layers of a transformer."""
     for child in module.children():
-        listed = isinstance(module, (nn.ModuleList, nn.Sequential))
-        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if listed and not is_list and any(True for _ in child.children()):
+        is_item = isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in child.children())
+        if is_item and not isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             yield child
         else:
             yield from _items(child)
@@ -281,11 +263,14 @@ def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Containe
         AmpAttachError: A module that mixes types; a parameter that two calls reach.
     """
     calls: list[Call] = []
-    taken: set[int] = set()
+    called: set[nn.Module] = set()
+    # the number of the call that takes each parameter, by id
+    owners: dict[int, int] = {}
+    names = {module: name for name, module in model.named_modules()}
 
     def types_of(module: nn.Module) -> set[bool]:
         """Whether what a call for a module would take is 16-bit; both where it mixes types."""
-        return {id(each) in half for each in module.parameters() if id(each) not in taken}
+        return {id(each) in half for each in module.parameters() if id(each) not in owners}
 
     def find_kept(module: nn.Module) -> Iterator[nn.Module]:
         """The largest modules below whose parameters all stay FP32."""
@@ -296,36 +281,36 @@ def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Containe
             elif types != {True}:
                 yield from find_kept(child)
 
-    for block in [*reversed(blocks), model]:
-        is_half = True in types_of(block)
-        kept = list(find_kept(block)) if is_half else []
-        calls += (
-            [(kept, False)] if kept and distributed_internals.COMPLETES_GROUPS else [([each], False) for each in kept]
-        )
-        calls.append(([block], is_half))
-        taken.update(map(id, block.parameters()))
-    _check_calls(model, calls, half)
-    return calls
-
-
-def _check_calls(model: nn.Module, calls: Sequence[Call], half: Container[int]) -> None:
-    by_module = {module: call for call in calls for module in call[0]}
-    # by the names of modules: what takes the parameters of each is the call for the nearest one above it
-    inside: dict[str, Call] = {'': calls[-1]}
-    owners: dict[int, Call] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        inside[name] = call = by_module.get(module, inside[name.rpartition('.')[0]])
-        # fully_shard would untie what is shared without a word
+    def take(module: nn.Module, is_half: bool) -> None:
+        """Note what the last call takes of a module."""
         for key, parameter in module.named_parameters(recurse=False):
-            problem = 'stays FP32 beside 16-bit parameters' if (id(parameter) in half) != call[1] else ''
-            if owners.setdefault(id(parameter), call) is not call:
+            problem = 'stays FP32 beside 16-bit parameters' if (id(parameter) in half) != is_half else ''
+            # fully_shard would untie it without a word
+            if owners.setdefault(id(parameter), len(calls)) != len(calls):
                 problem = 'is shared with a module that is gathered apart'
             if problem:
                 raise AmpAttachError(
-                    f'{key} of {name or "the model"} ({class_name(module)}) {problem}: move it into a module of its own '
-                    f'(weight_norm and spectral_norm of torch.nn.utils.parametrizations do), or name a module around both in '
-                    f'keep_fp32 or sharding=dict(blocks=[...]).'
+                    f'{key} of {names[module] or "the model"} ({class_name(module)}) {problem}: move it into a module of its '
+                    f'own (weight_norm and spectral_norm of torch.nn.utils.parametrizations do), or name a module around both '
+                    f'in keep_fp32 or sharding=dict(blocks=[...]).'
                 )
+        for child in module.children():
+            if child not in called:
+                take(child, is_half)
+
+    def add(modules: list[nn.Module], is_half: bool) -> None:
+        calls.append((modules, is_half))
+        for module in modules:
+            take(module, is_half)
+        called.update(modules)
+
+    for block in [*reversed(blocks), model]:
+        is_half = True in types_of(block)
+        kept = list(find_kept(block)) if is_half else []
+        for group in [kept] if kept and COMPLETES_GROUPS else [[each] for each in kept]:
+            add(group, False)
+        add([block], is_half)
+    return calls
 
 
 def _call_fully_shard(modules: list[nn.Module], is_half: bool, policy: Policy, sharding: Sharding) -> None:
