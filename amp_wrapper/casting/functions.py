@@ -25,12 +25,12 @@ from ..compiler_internals import constant_when_traced, never_compiled, never_com
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy.copies import Copies
 from ..policy.fp32_registry import FLOAT32, FP32_OPS, METHOD_REASON, Fp32Op
-from ..policy.lookup import find, is_function_class, is_module_class, parent_of
+from ..policy.lookup import find, is_class, parent_of
 from ..policy.nested import HALF_TYPES, cast_tensors, tensors_in
 from . import kernels, listening, region
 
 #: Of methods that run in FP32 by their name.
-METHOD_OP = Fp32Op('*', FLOAT32, reason=METHOD_REASON)
+METHOD_OP = Fp32Op('*', METHOD_REASON, FLOAT32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +141,12 @@ def add(op: Fp32Op, model: nn.Module | None = None) -> None:
         _waiting[op.name] = op
         return
     bound = getattr(value, '__self__', None)
-    if is_function_class(bound) and getattr(value, '__name__', '') == 'apply':
+    if is_class(bound, torch.autograd.Function) and getattr(value, '__name__', '') == 'apply':
         value = bound
-    if is_function_class(value):
+    if is_class(value, torch.autograd.Function):
         _rules_of_class(value).add(op, model)
     # with a warning is what torch refuses under the autocast of a GPU, whose kernels come first
-    elif not is_module_class(value) and (
+    elif not is_class(value, nn.Module) and (
         model is not None or not kernels.add(op) or (op.warning and isinstance(value, FunctionType))
     ):
         rules_of(*parent_of(op.name)).add(op, model)

@@ -16,7 +16,7 @@ from ..compiler_internals import name_without_wrappers
 from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.levels import Policy
-from ..policy.lookup import find, is_module_class
+from ..policy.lookup import find, is_class
 from .modules import class_name, is_batchnorm, is_loss
 
 #: (qualified name, module) pairs.
@@ -127,7 +127,7 @@ def _rules(policy: Policy, average: tuple[type, ...]) -> list[tuple[Kept, str | 
     ops += [('registry', op) for op in FP32_OPS.values() if dtype in op.types]
     for rule, op in ops:
         cls = find(op.name)
-        if is_module_class(cls):
+        if is_class(cls, nn.Module):
             rules.append((Kept(rule, op.name, op.reason), cls))
     # under autocast the weights of averages are FP32 anyway
     return rules + [(AVERAGE, cls) for cls in (AveragedModel, *average) if policy.casts_model]

@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 from ..distributed_internals import COMPLETES_GROUPS
 from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import PolicyOptions, resolve
-from ..policy.levels import OptLevel, Policy
-from ..policy.options import OPTIONS, Option, is_whole, read_words, to_dtype
+from ..policy.levels import OptLevel, Policy, to_dtype
+from ..policy.options import OPTIONS, Option, is_whole, read_words
 from ..shards import is_sharded
 from .kept import Kept, match
 from .modules import class_name

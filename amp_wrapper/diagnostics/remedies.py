@@ -121,7 +121,7 @@ class Trials:
         return found
 
     def _in_fp32(self, names: list[str], output: str) -> Remedy:
-        ops = tuple(Fp32Op(name, output) for name in names)
+        ops = tuple(Fp32Op(name, output=output) for name in names)
         found = self._run(dataclasses.replace(self._policy, fp32_ops=(*self._policy.fp32_ops, *ops)))
         shown = names if output == CALLER else [{'name': name, 'output': output} for name in names]
         return _remedy('fp32_ops', f'fp32_ops={shown}', found)

@@ -24,7 +24,7 @@ from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..ops.checks import check_lists
-from ..policy.levels import parse_dtype
+from ..policy.levels import to_dtype
 from ..policy.nested import parameters_in
 from ..shards import whole
 from .algorithm import Algorithm, HyperParameters, check_bucket, hyper_parameters
@@ -76,7 +76,7 @@ class FusedOptimizer(Optimizer):
     def _settle(self, state_dtype: Any, fused: Any, differentiable: Any) -> None:
         """What is asked of the constructor beyond torch's."""
         problems = []
-        dtype = parse_dtype(state_dtype)
+        dtype = to_dtype(state_dtype)
         if state_dtype is not None and dtype not in (torch.float32, torch.bfloat16):
             problems.append(
                 f"state_dtype={state_dtype!r} of {type(self).__name__} must be 'float32', 'bfloat16' or None; "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import compiler_internals
 from ..compiler_internals import constant_when_traced, never_compiled_alone
-from .nested import CASTABLE, HALF_TYPES, Memo, attributes_of, items_of, map_tensors
+from .nested import CASTABLE, HALF_TYPES, Memo, Types, map_tensors, parts_of, set_part
 
 # the attribute of a 16-bit copy with what it was made of, and its version then
 _ORIGINAL = '_amp_wrapper_original'
@@ -29,12 +29,7 @@ class Copies:
             copies know their originals.
     """
 
-    def __init__(
-        self,
-        target: torch.dtype,
-        sources: frozenset[torch.dtype] = CASTABLE,
-        within: Sequence[Copies] = (),
-    ) -> None:
+    def __init__(self, target: torch.dtype, sources: Types = CASTABLE, within: Sequence[Copies] = ()) -> None:
         self.target, self._sources, self._within = target, sources, within
         # tensors with their versions, containers with what they held
         self._tensors, self._containers = Memo(), Memo()
@@ -83,41 +78,32 @@ class Copies:
         known = [given for given, made, before in entries if made is tensor and not _was_written(made, before)]
         return known[-1] if known else None
 
-    def written(self) -> list[tuple[Tensor, Tensor]]:
-        """What was written to since it was cast: (tensor, its copy)."""
-        return [(tensor, made) for tensor, made, before in self._tensors.entries if _was_written(made, before)]
-
     def write_back(self, result: Any = None) -> Any:
         """Let what was written to copies reach the originals.
 
         Returns:
             ``result``; where something was written, with the caller's tensors in place of their copies.
         """
-        written = self.written()
+        entries = self._tensors.entries
+        written: list[tuple[Tensor, Tensor]] = [(t, made) for t, made, before in entries if _was_written(made, before)]
         for tensor, made in written:
             value, is_leaf = _unrounded(made, tensor), tensor.requires_grad and tensor.is_leaf
             with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
                 tensor.copy_(value)
             if getattr(tensor, _ORIGINAL, (None,))[0] is made:
                 keep_original(tensor, made)
-        for original, made, (had, attributes) in self._containers.entries:
-            now = items_of(made)
-            if isinstance(now, list):
-                if len(now) != len(had) or any(new is not old for new, old in zip(now, had)):
-                    original[:] = [self.original(item) for item in now]
-            else:
-                for key in had:
-                    if key not in now:
-                        del original[key]
-                for key, item in now.items():
-                    if key not in had or item is not had[key]:
-                        original[key] = self.original(item)
-            if getattr(getattr(original, '__dataclass_params__', None), 'frozen', False):
-                # what it has of its own, it caches for itself
+        for original, made, had in self._containers.entries:
+            now = dict(parts_of(made) or ())
+            changed = [key for key, item in now.items() if key not in had or item is not had[key]]
+            gone = [key for key in had if key not in now]
+            if isinstance(original, list):
+                if changed or gone:
+                    original[:] = [self.original(item) for item in made]
                 continue
-            for name, item in attributes_of(made).items():
-                if name not in attributes or item is not attributes[name]:
-                    setattr(original, name, self.original(item))
+            for key in gone if isinstance(original, dict) else ():
+                del original[key]
+            for key in changed:
+                set_part(original, key, self.original(now[key]))
         return map_tensors(self.original, result) if written else result
 
     def original(self, value: Any) -> Any:
@@ -139,10 +125,6 @@ def original_of(value: Any) -> Tensor | None:
     return original if version is not None and value._version == version else None
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
 def _rounded(tensor: Tensor, dtype: torch.dtype, is_first: bool = False) -> Tensor:
     """In another type; finite numbers of a mask or the like beyond its range become its largest, of a first tensor those below.
 
@@ -151,14 +133,12 @@ def _rounded(tensor: Tensor, dtype: torch.dtype, is_first: bool = False) -> Tens
         dtype: The type.
         is_first: Whether it is the first tensor of the call.
     """
-    limit = torch.finfo(dtype).max
-    if tensor.requires_grad or not _is_dense(tensor) or limit >= torch.finfo(tensor.dtype).max:
-        return tensor.to(dtype)
-    if is_first:
-        # masks are negative. Of data, which come first, what is too large overflows, so that the step is skipped
-        made = tensor.to(dtype)
-        return torch.where(made.isneginf() & tensor.isfinite(), -limit, made)
-    return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit)).to(dtype)
+    made, limit = tensor.to(dtype), torch.finfo(dtype).max
+    is_sparse = tensor.layout is not torch.strided or tensor.is_nested
+    if tensor.requires_grad or is_sparse or limit >= torch.finfo(tensor.dtype).max:
+        return made
+    # masks are negative. Of data, which come first, what is too large overflows, so that the step is skipped
+    return torch.where(tensor.isinf(), made, made.nan_to_num(torch.nan, torch.inf if is_first else limit, -limit))
 
 
 def _unrounded(made: Tensor, original: Tensor) -> Tensor:

@@ -29,17 +29,17 @@ class Fp32Op:
 
     Attributes:
         name: Dotted name of a function, a method, a :class:`torch.autograd.Function` or an ``nn.Module`` class.
+        reason: Why it is here.
         output: 'caller' returns FP32 results in the type of the first floating tensor of the call; 'model' does so where
             autocast is off; 'float32' leaves them, for losses, whose sums a 16-bit number could not hold.
         types: The 16-bit types that it must not compute in.
-        reason: Why it is here.
         warning: The warning that is given once for each model, where the first tensor of a call is 16-bit.
     """
 
     name: str
+    reason: str = 'named in the configuration'
     output: str = CALLER
     types: frozenset[torch.dtype] = HALF_TYPES
-    reason: str = 'named in the configuration'
     warning: str = ''
 
 
@@ -57,105 +57,86 @@ BCE_WARNING = (
     'binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss, without the sigmoid before it.'
 )
 _NO_KERNEL = 'has no 16-bit kernel on some device, or one that fits few sizes or whose results are far off'
+_COORDINATES = 'wants one type for values and coordinates, and 16-bit coordinates are off by pixels'
+_AREAS = 'areas and offsets of boxes overflow float16 (300 x 300 is too large), and round to many pixels in bfloat16'
+_SAMPLES = 'samples a map at coordinates, in float16 where the map is: off by a quarter pixel from 256 on'
+_SATURATED = 'a loss whose float16 kernel takes the logarithm of 0 at saturated scores'
+_BOXES = 'casts its boxes to the type of the feature maps, and bfloat16 boxes are off by pixels from 256 on'
 _LOSS = 'a sum of 16-bit losses overflows, and their logarithms lose all digits'
 # a function of torch has an entry for each of these places in which this torch has it: the inner ones are found even where a
 # model kept a reference to the outer one
 _TORCH = 'torch torch.Tensor torch.nn.functional torch._C._nn'
-# what entries share, with the place of their names as its name; and their names by the reason for which they are here
-_TABLE: dict[Fp32Op, dict[str, str]] = {
-    Fp32Op(_TORCH, FLOAT32): {
-        _LOSS: """
-            binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy cross_entropy_loss ctc_loss gaussian_nll_loss
-            hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
-            multilabel_margin_loss multilabel_soft_margin_loss nll_loss nll_loss_nd poisson_nll_loss smooth_l1_loss
-            soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss
-        """,
-        # np.asarray(tensor) ends there, too
-        'NumPy has no bfloat16, and computes in float16 where it is given float16': 'numpy',
-    },
-    Fp32Op(_TORCH, FLOAT32, warning=BCE_WARNING): {_LOSS: 'binary_cross_entropy'},
-    Fp32Op(_TORCH): {'divides by norms, inverts or exponentiates a weight': 'nn.utils.parametrize.ParametrizationList'},
-    Fp32Op(_TORCH, MODEL): {
-        # all but products of matrices, which 16-bit numbers are for, a view, and sums whose kernels add in float32 already.
-        # Most have no 16-bit kernel; matrix_exp on a CPU has one that returns garbage; others divide by what 16-bit numbers
-        # cancel to. The names below are other ways to the same algorithms
-        _NO_KERNEL: f"""
-            {_functions_of(torch.linalg, but='matmul multi_dot diagonal vector_norm')}
-            {_functions_of(torch.fft, but='fftshift ifftshift fftfreq rfftfreq')} stft istft
-            cdist complex histogram histogramdd nanquantile pdist polar quantile view_as_complex
-            avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-            cholesky cholesky_inverse cholesky_solve det frobenius_norm geqrf inverse lobpcg logdet lu lu_solve lu_unpack
-            matrix_exp matrix_power norm_except_dim nuclear_norm orgqr ormqr pca_lowrank pinverse qr slogdet svd svd_lowrank
-            triangular_solve _weight_norm
-        """,
-        'its eps is 0 in float16, and squares overflow': 'normalize cosine_similarity',
-        'divides by the norm of a weight': 'nn.utils.spectral_norm.SpectralNorm.compute_weight',
-        'wants one type for values and coordinates, and 16-bit coordinates are off by pixels': 'grid_sample grid_sampler',
-        'squares overflow float16 from 256 on': 'local_response_norm',
-    },
+# what entries share, with the place of their names as its name; and their names
+_TABLE: dict[Fp32Op, str] = {
+    Fp32Op(_TORCH, _LOSS, FLOAT32): """
+        binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy cross_entropy_loss ctc_loss
+        gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+        multilabel_margin_loss multilabel_soft_margin_loss nll_loss nll_loss_nd poisson_nll_loss smooth_l1_loss
+        soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss""",
+    Fp32Op(_TORCH, _LOSS, FLOAT32, warning=BCE_WARNING): 'binary_cross_entropy',
+    # np.asarray(tensor) ends there, too
+    Fp32Op(_TORCH, 'NumPy has no bfloat16, and computes in float16 where it is given float16', FLOAT32): 'numpy',
+    Fp32Op(_TORCH, 'divides by norms, inverts or exponentiates a weight'): 'nn.utils.parametrize.ParametrizationList',
+    # all but products of matrices, which 16-bit numbers are for, a view, and sums whose kernels add in float32 already.
+    # Most have no 16-bit kernel; matrix_exp on a CPU has one that returns garbage; others divide by what 16-bit numbers
+    # cancel to. The names below are other ways to the same algorithms
+    Fp32Op(_TORCH, _NO_KERNEL, MODEL): f"""
+        {_functions_of(torch.linalg, but='matmul multi_dot diagonal vector_norm')}
+        {_functions_of(torch.fft, but='fftshift ifftshift fftfreq rfftfreq')} stft istft cdist complex histogram
+        histogramdd nanquantile pdist polar quantile view_as_complex avg_pool3d _upsample_bilinear2d_aa
+        _upsample_bicubic2d_aa cholesky cholesky_inverse cholesky_solve det frobenius_norm geqrf inverse lobpcg logdet
+        lu lu_solve lu_unpack matrix_exp matrix_power norm_except_dim nuclear_norm orgqr ormqr pca_lowrank pinverse qr
+        slogdet svd svd_lowrank triangular_solve _weight_norm""",
+    Fp32Op(_TORCH, 'its eps is 0 in float16, and squares overflow', MODEL): 'normalize cosine_similarity',
+    Fp32Op(_TORCH, 'divides by the norm of a weight', MODEL): 'nn.utils.spectral_norm.SpectralNorm.compute_weight',
+    Fp32Op(_TORCH, _COORDINATES, MODEL): 'grid_sample grid_sampler',
+    Fp32Op(_TORCH, 'squares overflow float16 from 256 on', MODEL): 'local_response_norm',
     # Read from the sources of mmcv 2.1.0 (CUDA) and tried with its compiled ops (CPU). No kernel there takes bfloat16.
-    Fp32Op('mmcv.ops'): {
-        'its kernels read and write float32': """
-            chamfer_distance.ChamferDistanceFunction diff_iou_rotated.SortVertices iou3d.boxes_overlap_bev iou3d.nms3d
-            furthest_point_sample.FurthestPointSampling furthest_point_sample.FurthestPointSamplingWithDist iou3d.nms3d_normal
-            knn.KNN nms.NMSop nms.SoftNMSop nms.nms_match pixel_group.pixel_group points_in_polygons.points_in_polygons
-            scatter_points._DynamicScatter filtered_lrelu.filtered_lrelu psa_mask.PSAMaskFunction voxelize._Voxelization
-        """,
-        'areas and offsets of boxes overflow float16 (300 x 300 is too large), and round to many pixels in bfloat16': """
-            bbox.bbox_overlaps box_iou_quadri.box_iou_quadri box_iou_rotated.box_iou_rotated convex_iou.convex_giou
-            convex_iou.convex_iou diff_iou_rotated.diff_iou_rotated_2d diff_iou_rotated.diff_iou_rotated_3d
-            iou3d.boxes_iou3d min_area_polygons.min_area_polygons nms.batched_nms nms.nms nms.nms_quadri nms.nms_rotated
-            nms.soft_nms points_in_boxes.points_in_boxes_all points_in_boxes.points_in_boxes_part
-        """,
-        'samples a map at coordinates, which its float16 kernels compute in float16: off by a quarter pixel from 256 on': """
-            bezier_align.BezierAlignFunction border_align.BorderAlignFunction deform_conv.DeformConv2dFunction
-            deform_roi_pool.DeformRoIPoolFunction modulated_deform_conv.ModulatedDeformConv2dFunction
-            multi_scale_deform_attn.MultiScaleDeformableAttnFunction roi_align.RoIAlignFunction roi_pool.RoIPoolFunction
-            multi_scale_deform_attn.multi_scale_deformable_attn_pytorch point_sample.bilinear_grid_sample
-            point_sample.point_sample prroi_pool.PrRoIPoolFunction riroi_align_rotated.RiRoIAlignRotatedFunction
-            roi_align_rotated.RoIAlignRotatedFunction roiaware_pool3d.RoIAwarePool3dFunction
-            roipoint_pool3d.RoIPointPool3dFunction rotated_feature_align.RotatedFeatureAlignFunction
-        """,
-    },
-    Fp32Op('mmcv.ops.focal_loss', FLOAT32): {
-        'a loss whose float16 kernel takes the logarithm of 0 at saturated scores': """
-            SigmoidFocalLossFunction SoftmaxFocalLossFunction
-        """,
-    },
-    Fp32Op('mmcv.ops', types=_BF16): {
-        'no bfloat16 kernel': """
-            active_rotated_filter.ActiveRotatedFilterFunction assign_score_withk.AssignScoreWithK ball_query.BallQuery
-            carafe.CARAFEFunction carafe.CARAFENaiveFunction correlation.CorrelationFunction gather_points.GatherPoints
-            group_points.GroupingOperation masked_conv.MaskedConv2dFunction sparse_functional.SparseConvFunction
-            sparse_functional.SparseInverseConvFunction sparse_functional.SparseMaxPoolFunction tin_shift.TINShiftFunction
-            sparse_functional.SubMConvFunction sync_bn.SyncBatchNormFunction three_interpolate.ThreeInterpolate
-            three_nn.ThreeNN bias_act.bias_act upfirdn2d.upfirdn2d fused_bias_leakyrelu.FusedBiasLeakyReLUFunction
-            fused_bias_leakyrelu.FusedBiasLeakyReLUFunctionBackward
-        """,
-    },
-    Fp32Op('mmdet.models.roi_heads.roi_extractors', types=_BF16): {
-        'casts its boxes to the type of the feature maps, and bfloat16 boxes are off by pixels from 256 on': """
-            SingleRoIExtractor GenericRoIExtractor
-        """,
-    },
-    Fp32Op('mmdet.structures.bbox'): {'areas of boxes overflow float16 and round in bfloat16': 'bbox_overlaps'},
+    Fp32Op('mmcv.ops', 'its kernels read and write float32'): """
+        chamfer_distance.ChamferDistanceFunction diff_iou_rotated.SortVertices iou3d.boxes_overlap_bev iou3d.nms3d
+        furthest_point_sample.FurthestPointSampling furthest_point_sample.FurthestPointSamplingWithDist
+        iou3d.nms3d_normal knn.KNN nms.NMSop nms.SoftNMSop nms.nms_match pixel_group.pixel_group
+        points_in_polygons.points_in_polygons scatter_points._DynamicScatter filtered_lrelu.filtered_lrelu
+        psa_mask.PSAMaskFunction voxelize._Voxelization""",
+    Fp32Op('mmcv.ops', _AREAS): """
+        bbox.bbox_overlaps box_iou_quadri.box_iou_quadri box_iou_rotated.box_iou_rotated convex_iou.convex_giou
+        convex_iou.convex_iou diff_iou_rotated.diff_iou_rotated_2d diff_iou_rotated.diff_iou_rotated_3d
+        iou3d.boxes_iou3d min_area_polygons.min_area_polygons nms.batched_nms nms.nms nms.nms_quadri nms.nms_rotated
+        nms.soft_nms points_in_boxes.points_in_boxes_all points_in_boxes.points_in_boxes_part""",
+    Fp32Op('mmcv.ops', _SAMPLES): """
+        bezier_align.BezierAlignFunction border_align.BorderAlignFunction deform_conv.DeformConv2dFunction
+        deform_roi_pool.DeformRoIPoolFunction modulated_deform_conv.ModulatedDeformConv2dFunction
+        multi_scale_deform_attn.MultiScaleDeformableAttnFunction roi_align.RoIAlignFunction roi_pool.RoIPoolFunction
+        multi_scale_deform_attn.multi_scale_deformable_attn_pytorch point_sample.bilinear_grid_sample
+        point_sample.point_sample prroi_pool.PrRoIPoolFunction riroi_align_rotated.RiRoIAlignRotatedFunction
+        roi_align_rotated.RoIAlignRotatedFunction roiaware_pool3d.RoIAwarePool3dFunction
+        roipoint_pool3d.RoIPointPool3dFunction rotated_feature_align.RotatedFeatureAlignFunction""",
+    Fp32Op('mmcv.ops.focal_loss', _SATURATED, FLOAT32): 'SigmoidFocalLossFunction SoftmaxFocalLossFunction',
+    Fp32Op('mmcv.ops', 'no bfloat16 kernel', types=_BF16): """
+        active_rotated_filter.ActiveRotatedFilterFunction assign_score_withk.AssignScoreWithK ball_query.BallQuery
+        carafe.CARAFEFunction carafe.CARAFENaiveFunction correlation.CorrelationFunction gather_points.GatherPoints
+        group_points.GroupingOperation masked_conv.MaskedConv2dFunction sparse_functional.SparseConvFunction
+        sparse_functional.SparseInverseConvFunction sparse_functional.SparseMaxPoolFunction tin_shift.TINShiftFunction
+        sparse_functional.SubMConvFunction sync_bn.SyncBatchNormFunction three_interpolate.ThreeInterpolate
+        three_nn.ThreeNN bias_act.bias_act upfirdn2d.upfirdn2d fused_bias_leakyrelu.FusedBiasLeakyReLUFunction
+        fused_bias_leakyrelu.FusedBiasLeakyReLUFunctionBackward""",
+    Fp32Op('mmdet.models.roi_heads.roi_extractors', _BOXES, types=_BF16): 'SingleRoIExtractor GenericRoIExtractor',
+    Fp32Op('mmdet.structures.bbox', 'areas of boxes overflow float16 and round in bfloat16'): 'bbox_overlaps',
 }
 
 
 #: The registry as it is delivered, by name.
 FP32_OPS: dict[str, Fp32Op] = {
-    name: dataclasses.replace(group, name=name, reason=reason)
-    for group, rows in _TABLE.items()
-    for reason, names in rows.items()
+    name: dataclasses.replace(group, name=name)
+    for group, names in _TABLE.items()
     for name in (f'{place}.{name}' for name in names.split() for place in group.name.split())
     if group.name != _TORCH or lookup.find(name) is not None
 }
 #: Ops that write numbers into 16-bit tensors, which refuse what they cannot hold, or make infinities of it: finite numbers
 #: beyond the range become the largest of the type.
 RANGE_OPS = """
-    pad clamp clamp_ clamp_max clamp_min fill fill_ full_like index_fill index_fill_ masked_fill masked_fill_ new_full scatter
-    scatter_ where
-"""
+    pad clamp clamp_ clamp_max clamp_min fill fill_ full_like index_fill index_fill_ masked_fill masked_fill_ new_full
+    scatter scatter_ where"""
 
 #: Methods of modules that run in FP32 by their name. OpenMMLab's heads turn network outputs into losses and predictions
 #: there: boxes, anchors, sums and scores, which mmdetection 2 kept in FP32 with ``force_fp32``.

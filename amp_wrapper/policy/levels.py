@@ -39,16 +39,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix('torch.')
 
 
-def parse_dtype(value: Any) -> torch.dtype | None:
-    """The dtype that ``value`` names, or None if it names none.
-
-    Args:
-        value: A :class:`torch.dtype`, or a string such as 'float16', 'fp16', 'half' or 'torch.float16'.
-    """
-    if isinstance(value, str):
-        name = value.strip().lower().removeprefix('torch.')
-        value = _SHORT.get(name, getattr(torch, name, None))
-    return value if isinstance(value, torch.dtype) else None
+def to_dtype(value: Any) -> Any:
+    """Make a :class:`torch.dtype` of its name ('half', 'fp16', 'torch.float16'); all else stays as it is."""
+    name = value.strip().lower().removeprefix('torch.') if isinstance(value, str) else ''
+    found = _SHORT.get(name, getattr(torch, name, None))
+    return found if isinstance(found, torch.dtype) else value
 
 
 #: apex's ceiling for dynamic loss scales.
@@ -174,16 +169,16 @@ class Policy:
         scale, cast = self.loss_scale, self.casts_model
         masters = f'{"split " if self.split_masters else ""}FP32 masters' if self.master_weights else 'no masters'
         kind = 'dynamic loss scale from' if scale.dynamic else 'loss scale'
-        parts = [
-            f'{dtype_name(self.cast_model_type or _F32)} weights',
-            *(['FP32 BatchNorm'] if cast and self.keep_batchnorm_fp32 else []),
-            *([f'autocast to {dtype_name(self.autocast_dtype)}'] if self.autocast_dtype else []),
-            *([masters] if cast else []),
-            *(['sums in FP32'] if cast and self.accumulate_in_fp32 else []),
-            f'{kind} {scale.init_scale:g}' if scale.enabled else 'no loss scale',
-            *([f'{self.num_losses} losses'] if self.num_losses > 1 else []),
-        ]
-        return f'{self.opt_level} ({", ".join(parts)})'
+        parts = {
+            f'{dtype_name(self.cast_model_type or _F32)} weights': True,
+            'FP32 BatchNorm': cast and self.keep_batchnorm_fp32,
+            f'autocast to {dtype_name(self.autocast_dtype or _F32)}': self.autocast_dtype is not None,
+            masters: cast,
+            'sums in FP32': cast and self.accumulate_in_fp32,
+            f'{kind} {scale.init_scale:g}' if scale.enabled else 'no loss scale': True,
+            f'{self.num_losses} losses': self.num_losses > 1,
+        }
+        return f'{self.opt_level} ({", ".join(text for text, holds in parts.items() if holds)})'
 
 
 _SCALE_1 = LossScaleConfig(dynamic=False, init_scale=1.0)

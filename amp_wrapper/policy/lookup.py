@@ -46,14 +46,9 @@ def name_of(value: Any) -> str:
     return next((name for name in names if find(name) is value), '')
 
 
-def is_function_class(value: Any) -> bool:
-    """Whether ``value`` is a :class:`torch.autograd.Function` subclass."""
-    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
-
-
-def is_module_class(value: Any) -> bool:
-    """Whether ``value`` is an ``nn.Module`` subclass."""
-    return isinstance(value, type) and issubclass(value, nn.Module)
+def is_class(value: Any, *bases: type) -> bool:
+    """Whether ``value`` is a subclass of one of some classes, such as :class:`torch.autograd.Function`."""
+    return isinstance(value, type) and issubclass(value, bases)
 
 
 def problem_of(name: str) -> str:
@@ -73,9 +68,10 @@ def problem_of(name: str) -> str:
     value = find(name)
     if value is None:
         return missing
+    if is_class(value, torch.autograd.Function, nn.Module):
+        return ''
     if isinstance(value, type):
-        is_known = is_function_class(value) or is_module_class(value)
-        return '' if is_known else 'is a class but no nn.Module and no autograd Function: name one of its methods'
+        return 'is a class but no nn.Module and no autograd Function: name one of its methods'
     if not callable(value):
         return f'cannot be called: it is a {type(value).__name__}. Name a function, a method or a class'
     if is_immutable(parent_of(name)[0]):

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +16,10 @@ from ..compiler_internals import never_compiled_alone
 
 #: The floating types that mixed precision moves between. float64 and complex tensors are always left alone.
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
+#: Some types of tensors.
+Types = frozenset[torch.dtype]
+#: What becomes of a tensor; the same one for "no change".
+MapTensor = Callable[[Tensor], Tensor]
 #: The 16-bit floating types.
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -28,16 +31,16 @@ _ITEMS_ALONE = (list, dict, OrderedDict)
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """What optimizers step, in the order of their groups."""
-    return parameters_in(chain.from_iterable(optimizer.param_groups for optimizer in optimizers))
+    return [parameter for optimizer in optimizers for parameter in parameters_in(optimizer.param_groups)]
 
 
 def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """The parameters of all groups, in their order."""
-    return list(chain.from_iterable(group['params'] for group in groups))
+    return [parameter for group in groups for parameter in group['params']]
 
 
 #: Maps tensors inside an object of a kind that only an integration knows: (function, object) to object.
-EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
+EnterObject = Callable[[MapTensor, Any], Any]
 
 
 class Memo:
@@ -68,9 +71,7 @@ class Memo:
             self._by_id[id(value)] = made
 
 
-def map_tensors(
-    function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None = None, rebuilt: Memo | None = None
-) -> Any:
+def map_tensors(function: MapTensor, value: Any, enter: EnterObject | None = None, rebuilt: Memo | None = None) -> Any:
     """Apply ``function`` to every tensor inside ``value``.
 
     Lists, tuples, named tuples, dicts, dataclasses and subclasses of these are entered, and rebuilt as the same type
@@ -90,21 +91,15 @@ def map_tensors(
     return value if new is None else new
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None, rebuilt: Memo | None) -> Any:
+def _mapped(function: MapTensor, value: Any, enter: EnterObject | None, rebuilt: Memo | None) -> Any:
     """What becomes of ``value``; None where it stays. torch.compile does not compare containers by identity."""
     if isinstance(value, Tensor):
         tensor = function(value)
         return None if tensor is value else tensor
     if value is None or isinstance(value, _PLAIN):
         return None
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = _fields(value).items()
-    else:
+    parts = parts_of(value)
+    if parts is None:
         new = value if enter is None else enter(function, value)
         return None if new is value else new
     known = None if rebuilt is None else rebuilt.find(value)
@@ -122,29 +117,29 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject
         return make([changed.get(place, item) for place, item in enumerate(value)])
     made = value.copy() if type(value) in _ITEMS_ALONE else copy.copy(value)
     for key, item in changed.items():
-        if isinstance(made, (dict, list)):
-            made[key] = item
-        else:
-            # also of a frozen dataclass; the copy is ours alone
-            object.__setattr__(made, key, item)
+        set_part(made, key, item)
     if rebuilt is not None:
-        rebuilt.add(value, made, (items_of(made), attributes_of(made)))
+        rebuilt.add(value, made, dict(parts_of(made) or ()))
     return made
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The items of a dict, list or tuple by key or place, or the fields of a dataclass by name; None of anything else."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
 
 
-def items_of(container: Any) -> dict[Any, Any] | list[Any]:
-    """What a list or dict holds now, in one of its own; nothing of anything else."""
-    return list(container) if isinstance(container, list) else dict(container) if isinstance(container, dict) else {}
-
-
-def attributes_of(container: Any) -> dict[str, Any]:
-    """The fields of a dataclass and the attributes of any other container, as they are now."""
-    return {} if type(container) in _ITEMS_ALONE else {**_fields(container), **getattr(container, '__dict__', {})}
+def set_part(container: Any, key: Any, item: Any) -> None:
+    """Set an item of a dict or list, or a field of a dataclass, also of a frozen one."""
+    if isinstance(container, (dict, list)):
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -159,9 +154,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def cast_tensors(
-    value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE, enter: EnterObject | None = None
-) -> Any:
+def cast_tensors(value: Any, dtype: torch.dtype, sources: Types = CASTABLE, enter: EnterObject | None = None) -> Any:
     """Cast the tensors in ``value`` whose dtype is in ``sources`` to ``dtype``; differentiable.
 
     Args:

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict, Unpack
 from ..errors import AmpConfigError, nearest
 from . import lookup
 from .fp32_registry import CALLER, FLOAT32, Fp32Op
-from .levels import IN_BFLOAT16, LEVEL_TABLE, LEVELS, LossScaleConfig, OptLevel, Policy, dtype_name, parse_dtype
+from .levels import IN_BFLOAT16, LEVEL_TABLE, LEVELS, LossScaleConfig, OptLevel, Policy, dtype_name, to_dtype
 from .nested import HALF_TYPES
 
 # -- what a value may be, and what it becomes ----------------------------------------------------------------------------------
@@ -47,15 +47,6 @@ def is_count(value: Any) -> bool:
 def _is_scale(value: Any) -> bool:
     """Whether ``value`` is a positive number that float32 holds with all its digits."""
     return is_number(value) and bool(torch.finfo(torch.float32).tiny <= value <= torch.finfo(torch.float32).max)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def to_dtype(value: Any) -> Any:
-    """Make a type of torch of its names; all else stays as it is."""
-    return parse_dtype(value) or plain(value)
 
 
 def _to_flag(value: Any) -> Any:
@@ -110,10 +101,8 @@ def read_words(name: str, words: Mapping[str, Any], table: Mapping[str, Option],
 def _several(kinds: tuple[Any, ...], expected: str) -> Option:
     """An option that is one or several of some kinds."""
 
-    def are_meant(values: tuple[Any, ...]) -> bool:
-        return all(isinstance(value, kinds) and value for value in values)
-
-    return Option(None, (None, are_meant), expected, _to_tuple)
+    are_meant = (None, lambda values: all(isinstance(value, kinds) and value for value in values))
+    return Option(None, are_meant, expected, _to_tuple)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------
@@ -129,7 +118,8 @@ _CEILING = dataclasses.replace(_FLOOR, default=LossScaleConfig.max_scale)
 _SHORT_COUNT = Option(1, (lambda value: is_whole(value, 1, 2**31),), _COUNT)
 _DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=to_dtype)
 _CAST = Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=to_dtype)
-_LOSS_SCALE = Option(None, ('dynamic', _is_scale, _is_mapping, None), f"'dynamic', {_SCALE}, a dict or None", _to_float)
+_SCALES = ('dynamic', None, _is_scale, lambda value: isinstance(value, Mapping))
+_LOSS_SCALE = Option(None, _SCALES, f"'dynamic', {_SCALE}, a dict or None", _to_float)
 _MODULES = _several((str, type), "module classes, their names or patterns of names, such as ['bbox_head.*', 'GRU']")
 _FUNCTIONS = _several((str, Callable, Mapping), 'functions, classes, their dotted names, or dicts of name and output')
 
@@ -246,27 +236,21 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
     problems: list[str] = []
     given: dict[str, Any] = {name: options.get(name, option.default) for name, option in OPTIONS.items()}
     read = SimpleNamespace(**{name: option.read(name, given[name], problems) for name, option in OPTIONS.items()})
-    read.scale_words = {'dynamic': False, 'init_scale': read.loss_scale} if isinstance(read.loss_scale, float) else {}
-    if isinstance(read.loss_scale, Mapping):
-        read.scale_words = read_words('loss_scale', read.loss_scale, LOSS_SCALE_OPTIONS, problems)
     read.fp32_ops = _find_functions(read.fp32_ops or (), problems)
-    if opt_level in LEVELS:
-        level = LEVEL_TABLE[IN_BFLOAT16.get(opt_level, opt_level) if read.dtype is _BF16 else opt_level]
-        if level.patch_torch_functions and read.cast_model_type in (False, torch.float32):
-            # no cast is what these levels do
-            read.cast_model_type = None
-        bounds = {'min_scale': read.min_loss_scale, 'max_scale': read.max_loss_scale}
-        own = level.loss_scale if read.loss_scale is None else LossScaleConfig()
-        read.scale = dataclasses.replace(own, **{**bounds, **read.scale_words})
-        texts = {name: f'{name}={value!r}' for name, value in {'opt_level': opt_level, **given}.items()}
-        problems += [f'{conflict.format(**texts)}.' for conflict in _conflicts(read, level)]
-    else:
+    if opt_level not in LEVELS:
         close = nearest(str(opt_level).strip().upper(), LEVELS)
         known = '; '.join(each.describe() for each in LEVEL_TABLE.values())
-        problems.append(f'opt_level={opt_level!r} is no opt level{close}. Known are {known}.')
+        raise AmpConfigError([*problems, f'opt_level={opt_level!r} is no opt level{close}. Known are {known}.'])
+    level = LEVEL_TABLE[IN_BFLOAT16.get(opt_level, opt_level) if read.dtype is _BF16 else opt_level]
+    if level.patch_torch_functions and read.cast_model_type in (False, torch.float32):
+        # no cast is what these levels do
+        read.cast_model_type = None
+    scale = _loss_scale(read, level.loss_scale, problems)
+    texts = {name: f'{name}={value!r}' for name, value in {'opt_level': opt_level, **given}.items()}
+    problems += [f'{conflict.format(**texts)}.' for conflict in _conflicts(read, level)]
     if problems:
         raise AmpConfigError(problems)
-    return _policy(read, level, given)
+    return _policy(read, level, scale, given)
 
 
 def _find_functions(items: Iterable[Any], problems: list[str]) -> tuple[Fp32Op, ...]:
@@ -275,11 +259,36 @@ def _find_functions(items: Iterable[Any], problems: list[str]) -> tuple[Fp32Op, 
     for item in items:
         words = {'name': '', 'output': CALLER, **(item if isinstance(item, Mapping) else {'name': item})}
         is_meant = len(words) == 2 and words['output'] in (CALLER, FLOAT32)
-        op = Fp32Op(lookup.name_of(words['name']), words['output'])
+        op = Fp32Op(lookup.name_of(words['name']), output=words['output'])
         problem = lookup.problem_of(op.name) if is_meant else "must be dict(name=..., output='caller' or 'float32')"
         problems += [f'fp32_ops={item!r} {problem}.'] if problem else []
         found.append(op)
     return tuple(dict.fromkeys(found))
+
+
+def _loss_scale(read: SimpleNamespace, own: LossScaleConfig, problems: list[str]) -> LossScaleConfig:
+    """Read a loss scale and its bounds. What is wrong, or what the bounds would change, adds to ``problems``."""
+    value, floor, ceiling = read.loss_scale, read.min_loss_scale, read.max_loss_scale
+    words = {'dynamic': False, 'init_scale': value} if isinstance(value, float) else {}
+    if isinstance(value, Mapping):
+        words = read_words('loss_scale', value, LOSS_SCALE_OPTIONS, problems)
+    own = own if value is None else LossScaleConfig()
+    scale = dataclasses.replace(own, **{'min_scale': floor, 'max_scale': ceiling, **words})
+    low, high = scale.min_scale or 0.0, scale.max_scale or math.inf
+    first = min(max(scale.init_scale, low), high) if scale.dynamic else scale.init_scale
+    has_bounds = floor is not None or ceiling not in (None, LossScaleConfig.max_scale)
+    if low > high:
+        problems.append(
+            f'min_loss_scale={low:g} is above max_loss_scale={high:g}: lower the floor or raise the ceiling.'
+        )
+    elif has_bounds and not words.keys().isdisjoint(('dynamic', 'min_scale', 'max_scale')):
+        beside = f'min_loss_scale={floor!r}, max_loss_scale={ceiling!r}'
+        problems.append(
+            f"loss_scale={value!r} conflicts with {beside}: write loss_scale='dynamic', or no bounds beside it."
+        )
+    elif 'init_scale' in words and scale.enabled and first != scale.init_scale:
+        problems.append(f"loss_scale['init_scale']={scale.init_scale!r} is not between {low:g} and {high:g}.")
+    return dataclasses.replace(scale, init_scale=first)
 
 
 def _conflicts(read: SimpleNamespace, level: Policy) -> Iterator[str]:
@@ -308,31 +317,17 @@ def _conflicts(read: SimpleNamespace, level: Policy) -> Iterator[str]:
         yield '{master_weights} conflicts with {num_losses}, which needs whole masters: write master_weights=True'
     if read.accumulate_in_fp32 and several and is_half and not (level.master_weights if masters is None else masters):
         yield '{accumulate_in_fp32} conflicts with {num_losses}, {opt_level} without masters: write master_weights=True'
-    scale, words, floor, ceiling = read.scale, read.scale_words, read.min_loss_scale, read.max_loss_scale
-    low, high, unbound = scale.min_scale or 0.0, scale.max_scale or math.inf, (None, LossScaleConfig.max_scale)
-    if floor not in (None, low) or ceiling not in (*unbound, high):
-        yield '{loss_scale} contradicts {min_loss_scale} or {max_loss_scale}: write each bound in one place'
-    if low > high:
-        yield f'min_loss_scale={low:g} is above max_loss_scale={high:g}: lower the floor or raise the ceiling'
-    if not words.get('dynamic', True) and (floor is not None or ceiling not in unbound):
-        yield "{loss_scale} conflicts with {min_loss_scale}, {max_loss_scale}: write loss_scale='dynamic', or no bounds"
-    elif 'init_scale' in words and scale.dynamic and scale.enabled and not low <= scale.init_scale <= high:
-        yield f"loss_scale['init_scale']={scale.init_scale!r} is not between {low:g} and {high:g}: write another scale"
 
 
-def _policy(read: SimpleNamespace, level: Policy, given: Mapping[str, Any]) -> Policy:
+def _policy(read: SimpleNamespace, level: Policy, scale: LossScaleConfig, given: Mapping[str, Any]) -> Policy:
     """Apply options without conflicts to a level."""
-    scale = read.scale
-    if scale.dynamic:
-        first = min(max(scale.init_scale, scale.min_scale or 0.0), scale.max_scale or math.inf)
-        scale = dataclasses.replace(scale, init_scale=first)
+    if read.dtype is (level.cast_model_type or level.autocast_dtype):
+        read.dtype = None
     own = {name: getattr(level, name, option.default) for name, option in OPTIONS.items()}
-    own |= {'dtype': level.cast_model_type or level.autocast_dtype}
-    chosen = {n: v for n, v in vars(read).items() if n in OPTIONS and v not in (own[n], OPTIONS[n].default)}
-    fields = {field.name: chosen[field.name] for field in dataclasses.fields(level) if field.name in chosen}
-    fields['loss_scale'] = scale
+    chosen = {name: value for name, value in vars(read).items() if value not in (own[name], OPTIONS[name].default)}
     if scale == level.loss_scale:
         chosen = {name: value for name, value in chosen.items() if not name.endswith('loss_scale')}
+    fields = {name: value for name, value in chosen.items() if name in vars(level)} | {'loss_scale': scale}
     if level.patch_torch_functions:
         # as in mmengine's own wrapper, autocast to float32 or float64 is no autocast
         if read.dtype in _WIDE or read.patch_torch_functions is False:

@@ -67,9 +67,7 @@ class State:
 
 
 class Output(OrderedDict[str, Any]):
-    """A dict with attributes of its own, as outputs of Hugging Face's models are."""
-
-    loss: Any = None
+    """A dict of a class of its own, as outputs of Hugging Face's models are."""
 
 
 def arguments(traced: bool = False) -> dict[str, Any]:
@@ -99,7 +97,7 @@ def write(given: dict[str, Any], row: Tensor) -> bool:
     given['items'][0] = given['items'][0] + 4
     given['cache'][0].add_(2)
     if 'output' in given:
-        given['output'].loss = given['output']['logits'].sum()
+        given['output']['loss'] = given['output']['logits'].sum()
         given['state'].hidden, given['state'].calls = given['state'].hidden * 2, 3
     return given['q'] is given['k']
 
@@ -108,8 +106,6 @@ def plain(value: Any) -> Any:
     """A nested value with lists of numbers in the place of tensors."""
     if isinstance(value, Tensor):
         return value.detach().float().tolist()
-    if isinstance(value, Output):
-        return plain([dict(value), value.loss])
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -226,7 +226,7 @@ SCALES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({'loss_scale': 'dynamic', 'max_loss_scale': 1024.0}, {'max_scale': 1024.0, 'init_scale': 1024.0}),
     ({'loss_scale': 'dynamic', 'min_loss_scale': 2.0**20}, {'min_scale': 2.0**20, 'init_scale': 2.0**20}),
     ({'loss_scale': {'init_scale': 2.0**30}, 'max_loss_scale': None}, dict(init_scale=2.0**30, max_scale=None)),
-    ({'loss_scale': dict(min_scale=2.0, init_scale=2.0), 'min_loss_scale': 2.0}, dict(min_scale=2.0, init_scale=2.0)),
+    ({'loss_scale': dict(min_scale=2.0, init_scale=2.0)}, dict(min_scale=2.0, init_scale=2.0)),
     ({'loss_scale': 2.0**30}, dict(dynamic=False, init_scale=2.0**30)),
     ({'loss_scale': 8.0, 'max_loss_scale': None}, dict(dynamic=False, init_scale=8.0, max_scale=None)),
     ({'loss_scale': {'init_scale': 2.0**30, 'enabled': False}}, dict(init_scale=2.0**24, enabled=False)),
