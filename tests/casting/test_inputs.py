@@ -366,7 +366,7 @@ def test_masks_are_clamped_to_the_range(level: str, door: str) -> None:
     limit, seen = torch.finfo(HALF[level]).max, model.seen[1]
     expected = mask.clamp(-limit, limit).to(HALF[level])
     expected[3] = -torch.inf
-    assert torch.equal(seen.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)) and seen[:2].isfinite().all()
+    assert torch.equal(seen.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)) and seen[:3].isfinite().all()
 
 
 @pairs(level=CAST, compiled=[False, True], verbosity=[0, 1], table=[False, True])
@@ -382,11 +382,13 @@ def test_masks_that_come_late_or_from_a_table_are_clamped(
         assert call(torch.ones(4, 4), torch.full((4, 4), number)).isfinite().all()
 
 
-def test_activations_still_overflow() -> None:
+def test_data_and_activations_still_overflow() -> None:
     second = Weighs(lambda self, x: x * self.weight)
     model = initialized(Weighs(lambda self, x: self.second((x * self.weight).float() * 1e9), second=second), 'O2')
     model(torch.ones(1, 4))
-    assert second.seen[0].isinf().any()
+    assert second.seen[0].isinf().all() and not model.seen[0].isinf().any()
+    model(torch.full((1, 4), 1e9))
+    assert model.seen[0].isinf().all()
 
 
 # -- tables: modules that have buffers alone -------------------------------------------------------------------------------
