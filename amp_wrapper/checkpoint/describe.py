@@ -59,9 +59,7 @@ def report(path: Path, file: Any) -> list[str]:
         ('saved', _saved(file, meta)),
         ('model', _tensors(content.state_dict.values())),
     ]
-    bad = [
-        name for name, value in content.state_dict.items() if isinstance(value, Tensor) and not value.isfinite().all()
-    ]
+    bad = [name for name, value in content.state_dict.items() if isinstance(value, Tensor) and not _is_finite(value)]
     rows.append(('non-finite', ', '.join(bad) if bad else 'none'))
     average = file.get('ema_state_dict')
     if average is not None and not isinstance(average, Mapping):
@@ -210,3 +208,9 @@ def _schedules(schedules: Any) -> str:
         raise AmpCheckpointError(f"'param_schedulers' must be a list, but is {type(schedules).__name__}.")
     count = sum(map(len, schedules.values())) if isinstance(schedules, Mapping) else len(schedules)
     return _count(count, 'state')
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # torch itself asks 8-bit numbers since 2.15 alone
+    exact = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return bool(exact.isfinite().all())

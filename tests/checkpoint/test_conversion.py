@@ -106,7 +106,6 @@ def test_commit_of_the_users_repository_is_no_version_of_mmengine(tmp_path: Path
         assert f'by mmengine 1.0.0rc4{said}, seed 0' in inspected(capsys, tmp_path / 'file.pth')['saved']
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason='checkpoint')
 def test_file_with_float8_weights_is_described(tmp_path: Path, capsys: Capture) -> None:
     file = read('weights.pth')
     file['state_dict']['small'] = torch.ones(3).to(torch.float8_e4m3fn)
