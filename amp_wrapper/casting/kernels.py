@@ -139,7 +139,11 @@ def _autocast_device(op: Fp32Op, tensors: Iterable[Tensor]) -> str:
     """The type of device of a call for which autocast is on, with a type that ``op`` avoids; '' for none."""
     # what is handed no tensors finds some in its modules
     devices = dict.fromkeys(tensor.device.type for tensor in tensors) or _KEYS
-    return next((d for d in devices if region.autocast_is_on(d) and torch.get_autocast_dtype(d) in op.types), '')
+    for device in devices:
+        if region.autocast_is_on(device) and torch.get_autocast_dtype(device) in op.types:
+            return device
+    # torch 2.6 traces no next() with a default
+    return ''
 
 
 # -- in regions --------------------------------------------------------------------------------------------------------------
