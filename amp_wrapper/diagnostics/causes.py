@@ -97,7 +97,7 @@ class _Examination:
             text += 'them, gradients were changed after the check, or a step with a very large learning rate was taken.'
             text = self._eps_is_zero(weights) or text
             return self._of_names('weight', text, weights, exact)
-        lost = [name for name, tensor in named.items() if is_bad(tensor)]
+        lost = [name for name, tensor in named.items() if is_bad(_local(tensor))]
         if lost and self._dtype is not None:
             most = max(measure({name: exact[name] for name in lost}).values(), key=lambda each: each.largest).largest
             text = (
