@@ -120,13 +120,15 @@ class _Switch:
         kind, to = self._kind, self._to
         self._before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         torch.set_autocast_enabled(kind, to is not None)
-        if to is not None:
+        if to is not None and to is not self._before[1]:
             torch.set_autocast_dtype(kind, to)
 
     def __exit__(self, *_: object) -> None:
         is_on, dtype = self._before
         torch.set_autocast_enabled(self._kind, is_on)
-        torch.set_autocast_dtype(self._kind, dtype)
+        # of what is off, nobody asks for the type
+        if is_on:
+            torch.set_autocast_dtype(self._kind, dtype)
 
 
 def _switched(kind: str, to: torch.dtype | None) -> AbstractContextManager[None]:
