@@ -92,7 +92,7 @@ def count(model: nn.Module, world: int) -> Bytes:
     groups = shard_groups([model])
     for group in groups:
         # the root keeps what it has gathered until the backward pass
-        is_root = any(module is model for module in group.modules)
+        passes = 1 if any(module is model for module in group.modules) else 2
         parameters, (gathered_in, reduced_in) = parameters_of_group(group), types_of_group(group)
         mine = sum(parameter.to_local().numel() for parameter in parameters)  # type: ignore[attr-defined]
         # each is padded to the same number of rows on each rank
@@ -105,13 +105,11 @@ def count(model: nn.Module, world: int) -> Bytes:
         gradients += mine * min(kind.itemsize, averaged_in.itemsize if CAN_DIFFER else kind.itemsize)
         moments += 2 * mine * 4
         gathered = padded * (gathered_in or kind).itemsize
-        passes = 1 if is_root else 2
         gathers += passes * gathered * (world - 1) // world
         reduces += padded * averaged_in.itemsize * (world - 1) // world
         calls += passes + 1
         whole.append(gathered)
-    most = sum(sorted(whole, reverse=True)[:2])
-    return Bytes(total, own, gradients, moments, most, gathers, reduces, calls)
+    return Bytes(total, own, gradients, moments, sum(sorted(whole, reverse=True)[:2]), gathers, reduces, calls)
 
 
 def _padded(parameter: Tensor, world: int) -> int:

@@ -64,12 +64,12 @@ def report(path: Path, file: Any) -> list[str]:
     average = file.get('ema_state_dict')
     if average is not None and not isinstance(average, Mapping):
         raise AmpCheckpointError(f"'ema_state_dict' must be a dict, but is {type(average).__name__}.")
+    text = 'none'
     if average is not None:
         steps = average.get('steps')
         count = f', {int(steps)} updates' if isinstance(steps, Tensor) and steps.numel() == 1 else ''
-        rows.append(('EMA', f"yes{count}: the average is in 'state_dict', the trained weights in 'ema_state_dict'"))
-    else:
-        rows.append(('EMA', 'none'))
+        text = f"yes{count}: the average is in 'state_dict', the trained weights in 'ema_state_dict'"
+    rows.append(('EMA', text))
     for name, saved in content.optimizers.items():
         rows += [(f'{name}: {label}' if name else label, text) for label, text in _optimizer(saved)]
     rows += [
@@ -146,33 +146,27 @@ def _tensors(values: Iterable[Any]) -> str:
 def _optimizer(saved: SavedAmp) -> list[tuple[str, str]]:
     state, groups = saved.optimizer['state'], saved.optimizer['param_groups']
     parts = [value for entry in state.values() if isinstance(entry, Mapping) for value in entry.values()]
-    rates = ', '.join(
-        dict.fromkeys(f'{group["lr"]:g}' for group in groups if isinstance(group.get('lr'), (int, float)))
-    )
+    rates = dict.fromkeys(f'{group["lr"]:g}' for group in groups if isinstance(group.get('lr'), (int, float)))
+    count = _count(sum(len(group['params']) for group in groups), 'parameter')
     rows = [
         ('optimizer', f'state of {_count(len(state), "parameter")}; {_tensors(parts)}'),
-        (
-            'groups',
-            f'{len(groups)}, {_count(sum(len(group["params"]) for group in groups), "parameter")}, lr {rates or "unknown"}',
-        ),
+        ('groups', f'{len(groups)}, {count}, lr {", ".join(rates) or "unknown"}'),
     ]
     if 'base_param_settings' in saved.optimizer:
         rows.append(('base group', 'base_param_settings of mmengine'))
     if saved.properties is not None:
         rows.append(('level', _level(saved)))
     for index, scaler in enumerate(saved.loss_scalers):
-        rows.append(
-            (f'loss scale {index}' if len(saved.loss_scalers) > 1 else 'loss scale', _scale(scaler, saved.kind))
-        )
+        label = f'loss scale {index}' if len(saved.loss_scalers) > 1 else 'loss scale'
+        rows.append((label, _scale(scaler, saved.kind)))
     if not saved.loss_scalers:
         rows.append(('loss scale', 'none'))
     if saved.kind == 'own':
-        window = saved.window
-        if window is None:
-            rows.append(('accumulated', 'nothing: it was saved after a step'))
-        else:
-            count = sum(gradient is not None for gradient in window.gradients)
-            rows.append(('accumulated', f'gradients of {count} parameters, {sum(window.used)} losses so far'))
+        window, text = saved.window, 'nothing: it was saved after a step'
+        if window is not None:
+            taken = sum(gradient is not None for gradient in window.gradients)
+            text = f'gradients of {taken} parameters, {sum(window.used)} losses so far'
+        rows.append(('accumulated', text))
     return rows
 
 
@@ -190,9 +184,7 @@ def _level(saved: SavedAmp) -> str:
 def _scale(scaler: Mapping[str, Any], kind: str) -> str:
     if not scaler:
         return 'disabled'
-    moves = 'dynamic' if scaler.get('dynamic', True) else 'static'
-    if kind == 'apex':
-        moves += ' by its values'
+    moves = ('dynamic' if scaler.get('dynamic', True) else 'static') + (' by its values' if kind == 'apex' else '')
     text = f'{scaler["scale"]:g} ({moves}), {scaler["_growth_tracker"]} clean steps'
     if 'growth_interval' in scaler:
         text += f' of {scaler["growth_interval"]} to the next growth'

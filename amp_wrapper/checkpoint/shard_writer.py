@@ -37,11 +37,6 @@ class Pending:
         self._written = written
         self._is_told = False
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the folder has its name, or could not be written: :meth:`finish` has nothing to wait for."""
-        return self._written.done()
-
     def finish(self) -> None:
         """Wait until the folder has its name: until all ranks have written their shards.
 

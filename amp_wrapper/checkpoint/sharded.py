@@ -32,10 +32,8 @@ __all__ = ['Pending', 'begin', 'is_folder', 'join', 'load', 'save', 'shapes', 's
 PLACE = '_amp_wrapper_sharded_tensor'
 #: What torch pickles into the metadata, by module: classes that hold values. Reading must know them, to refuse all others.
 METADATA_CLASSES: Mapping[str, str] = {
-    'torch.distributed.checkpoint.metadata': (
-        'BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata '
-        '_MEM_FORMAT_ENCODING'
-    ),
+    'torch.distributed.checkpoint.metadata': 'BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta '
+    'TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING',
     'torch.distributed.checkpoint.filesystem': '_StorageInfo',
     'torch.serialization': '_get_layout',
     'torch': 'Size',
