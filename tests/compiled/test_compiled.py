@@ -16,7 +16,7 @@ from bits import differences
 from compiling import BF16, BY_OP, F32, HALF, TRACED, TRACED_WHOLE, WAYS, WHOLE, fresh, initialized, start
 from torch import Tensor, nn
 
-from amp_wrapper import amp
+from amp_wrapper import AmpOptimWrapper, amp
 
 
 def is_of(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -255,6 +255,21 @@ def test_backward_pass_of_a_module_in_fp32(way: str, device: torch.device) -> No
     backward(call(*batch(model)), optimizer)
     gradient = model.head.weight.grad
     assert gradient.dtype is F32 and not torch.equal(gradient, gradient.half().float())
+
+
+def test_backward_pass_of_a_module_in_fp32_in_the_context_of_the_wrapper(device: torch.device) -> None:
+    """There autocast is on around the graph, too."""
+    if not hasattr(torch._functorch.config, 'backward_pass_autocast'):
+        pytest.skip('this torch makes the backward pass under the autocast of the forward pass')
+    model = Net().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = AmpOptimWrapper(opt_level='O1', optimizer=optimizer, loss_scale=1.0, keep_fp32=['head'])
+    wrapper.attach(model)
+    with wrapper.optim_context(model):
+        loss = torch.compile(model, backend='aot_eager')(batch(model)[0]).float().square().mean()
+    wrapper.backward(loss)
+    gradient = model.head.weight.grad
+    assert not torch.equal(gradient, gradient.half().float())
 
 
 #: Calls of a model by its parts: a skipped step restores the statistics, and weights follow their masters, all the same.
