@@ -14,6 +14,7 @@ from ..policy import said_once
 from ..policy.copies import Copies
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from . import functions, kernels, region, type_errors
+from .modules import own_tensors
 from .rule import Rule, traced
 
 _FLOAT32 = frozenset({torch.float32})
@@ -21,7 +22,7 @@ _FLOAT32 = frozenset({torch.float32})
 
 def watched(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     """A call that others watch from outside of its casts."""
-    watchers, output = module._amp_link.watchers, None
+    watchers, output = module._amp_wrapper_link.watchers, None
     try:
         for watcher in watchers:
             watcher.enter(module, args, kwargs)
@@ -33,7 +34,7 @@ def watched(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    rule, follower = module._amp, module._amp_link.follower
+    rule, follower = module._amp_wrapper_rule, module._amp_wrapper_link.follower
     if rule is None or (rule.outermost and region.is_open()):
         return call(*args, **kwargs)
     # a wrapper may have opened a region around the call of the model
@@ -108,10 +109,8 @@ def _first_half(args: Any, kwargs: Any) -> torch.dtype | None:
 
 def _device(module: nn.Module, args: Any, kwargs: Any) -> str:
     """Where a call works: at the first tensor of the module, or at the first that it is handed."""
-    for own in (module._parameters, module._buffers):
-        for tensor in own.values():
-            if tensor is not None:
-                return tensor.device.type
+    for _, tensor in own_tensors(module):
+        return tensor.device.type
     return region.device_of(itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs))))
 
 

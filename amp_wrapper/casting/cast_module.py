@@ -23,7 +23,7 @@ from ..policy.fp32_registry import FP32_METHODS
 from ..policy.nested import HALF_TYPES
 from . import calls, checks, fp32_values, functions, recompute, region, state_dicts
 from .modules import own_tensors
-from .rule import Link, Model, Rule
+from .rule import Link, Model, Rule, rule_of
 
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
 ENTRY_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference', *FP32_METHODS)
@@ -32,8 +32,8 @@ ENTRY_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference'
 class CastModule(nn.Module):
     """Stands before the class of a module that is cast."""
 
-    _amp: Rule | None = None
-    _amp_link = Link()
+    _amp_wrapper_rule: Rule | None = None
+    _amp_wrapper_link = Link()
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Keeps the class that casts from those who ask to be told of subclasses of a module's class."""
@@ -42,7 +42,7 @@ class CastModule(nn.Module):
         """Call the module by its rule. Who kept ``module.__call__`` comes here as well, such as wrappers of torch.compile."""
         # torch.compile fails over super() inside of blocks
         call: Any = super()._call_impl
-        rule, link = self._amp, self._amp_link
+        rule, link = self._amp_wrapper_rule, self._amp_wrapper_link
         if link.watchers and not torch.compiler.is_compiling():
             return calls.watched(self, call, args, kwargs)
         is_idle = rule is None or (rule.outermost and region.is_open()) or (rule.is_idle and link.follower is None)
@@ -51,7 +51,7 @@ class CastModule(nn.Module):
     def _call_own(self, *args: Any, **kwargs: Any) -> Any:
         """As ``_call_impl``, where the class of the module has a ``__call__`` of its own."""
         call = super().__call__
-        if self._amp_link.watchers and not torch.compiler.is_compiling():
+        if self._amp_wrapper_link.watchers and not torch.compiler.is_compiling():
             return calls.watched(self, call, args, kwargs)
         return calls.by_rule(self, call, args, kwargs)
 
@@ -59,8 +59,12 @@ class CastModule(nn.Module):
         """Refuses half(), float(), to(dtype) and their like, and moves masters with their weights."""
         for module in self.modules():
             # before anything is changed
-            if isinstance(module, CastModule) and module._amp is not None and module._amp_link.is_attached:
-                checks.refuse_conversion(module, fn, module._amp.model.level)
+            if (
+                isinstance(module, CastModule)
+                and module._amp_wrapper_rule is not None
+                and module._amp_wrapper_link.is_attached
+            ):
+                checks.refuse_conversion(module, fn, module._amp_wrapper_rule.model.level)
         fp32_values.agree(self.parameters(recurse=False))
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for weight in self.parameters(recurse=False):
@@ -70,40 +74,48 @@ class CastModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Lets loaded values reach the masters unrounded."""
         load = functools.partial(super()._load_from_state_dict, state_dict, prefix, *args, **kwargs)
-        if self._amp is None or not self._amp.model.casts:
+        if self._amp_wrapper_rule is None or not self._amp_wrapper_rule.model.casts:
             load()
         else:
-            if self._amp_link.follower is not None:
-                self._amp_link.follower.adopt()
+            if self._amp_wrapper_link.follower is not None:
+                self._amp_wrapper_link.follower.adopt()
             state_dicts.load(self, load, state_dict, prefix)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What makes the module again: as its own class says, and then the casts."""
-        base: Any = base_of(type(self))
-        if self._amp_link.follower is not None:
-            self._amp_link.follower.synchronise()
+        base = base_of(type(self))
+        if self._amp_wrapper_link.follower is not None:
+            self._amp_wrapper_link.follower.synchronise()
         with _plain(self, '__reduce__', '__reduce_ex__', '__getstate__', '__getnewargs_ex__', '__getnewargs__'):
-            make, words, *rest = base.__reduce_ex__(self, max(protocol, 2))
-        return _cast_again, (make, tuple(base if word is type(self) else word for word in words), self._amp), *rest
+            own: Any = super() if isinstance(self, CastModule) else self
+            make, words, *rest = own.__reduce_ex__(max(protocol, 2))
+        return (
+            _cast_again,
+            (make, tuple(base if word is type(self) else word for word in words), self._amp_wrapper_rule),
+            *rest,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        memo[id(self._amp)] = self._amp
-        base: Any = base_of(type(self))
-        if hasattr(base, '__deepcopy__'):
+        memo[id(self._amp_wrapper_rule)] = self._amp_wrapper_rule
+        if hasattr(super(), '__deepcopy__'):
             with _plain(self, '__deepcopy__'):
-                copied: nn.Module = base.__deepcopy__(self, memo)
-            if self._amp is not None:
-                put(copied, self._amp)
+                own: Any = super() if isinstance(self, CastModule) else self
+                copied: nn.Module = own.__deepcopy__(memo)
+            if self._amp_wrapper_rule is not None:
+                put(copied, self._amp_wrapper_rule)
         else:
             make, words, *rest = self.__reduce_ex__(4)
             copied = memo[id(self)] = make(*copy.deepcopy(words, memo))
             if rest:
                 copied.__setstate__(copy.deepcopy(rest[0], memo))  # type: ignore[no-untyped-call]
-        if self._amp_link.trains:
+        if self._amp_wrapper_link.trains:
             take_off(copied)
-            for (_, mine), (_, theirs) in zip(own_tensors(copied), own_tensors(self)):
+            theirs = dict(own_tensors(self))
+            for name, mine in own_tensors(copied):
                 if mine.dtype in HALF_TYPES:
-                    mine.data, mine.grad = fp32_values.in_fp32(theirs).detach().clone(), None
+                    # a class that copies itself may leave something out, or make it anew
+                    exact = fp32_values.in_fp32(theirs.get(name, mine)).detach()
+                    mine.data, mine.grad = exact.clone() if exact.shape == mine.shape else mine.float(), None
         return copied
 
     def __prepare_scriptable__(self) -> Any:
@@ -152,6 +164,9 @@ def class_for(base: Any) -> type[nn.Module]:
     Raises:
         AmpAttachError: No class can be derived from it.
     """
+    if issubclass(base, CastModule):
+        # of what was cast, by parametrizations for example
+        return cast('type[nn.Module]', base)
     # Python knows them by weak references: a class goes with its last module
     for known in base.__subclasses__():
         if known.__bases__ == (CastModule, base):
@@ -177,15 +192,16 @@ def class_for(base: Any) -> type[nn.Module]:
 def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rule = self._amp
-        if rule is None or not (rule.model.entry or region.is_open()):
+        rule = self._amp_wrapper_rule
+        if rule is not None and in_fp32 and region.is_open():
+            return functions.call_in_fp32(functions.METHOD_OP, method, (self, *args), kwargs)
+        if rule is None or not rule.model.entry or region.is_open():
             return method(self, *args, **kwargs)
-        if region.is_open():
-            if in_fp32:
-                return functions.call_in_fp32(functions.METHOD_OP, method, (self, *args), kwargs)
-            return method(self, *args, **kwargs)
-        if self._amp_link.follower is not None:
-            self._amp_link.follower.before_call()
+        if rule.outermost or rule.opens == region.TABLES:
+            # as a call of the module
+            return calls.by_rule(self, functools.partial(entry, self), args, kwargs)
+        if self._amp_wrapper_link.follower is not None:
+            self._amp_wrapper_link.follower.before_call()
         with region.spare(rule.model.entry), region.operands(rule.model.entry):
             return entry(self, *args, **kwargs)
 
@@ -204,11 +220,16 @@ def _plain(module: nn.Module, *ways: str) -> Iterator[None]:
     cls = type(module)
     base: Any = base_of(cls)
     if any(getattr(base, way, None) is not getattr(nn.Module, way, None) for way in ways):
-        module.__class__ = base
+        _set_class(module, base)
     try:
         yield
     finally:
-        module.__class__ = cls  # type: ignore[assignment]
+        _set_class(module, cls)
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    # a module may have its own way to set attributes
+    object.__setattr__(module, '__class__', cls)
 
 
 def _cast_again(make: Callable[..., nn.Module], words: tuple[Any, ...], rule: Rule | None) -> nn.Module:
@@ -232,18 +253,18 @@ def install(model: nn.Module, common: Model) -> None:
 def link_of(module: nn.Module) -> Link:
     """What ties a module to those who attached or watch it. From now on its class is one that casts."""
     if not isinstance(module, CastModule):
-        module.__class__ = class_for(type(module))
+        _set_class(module, class_for(type(module)))
         compiled = vars(module).get('_compiled_call_impl')
         if compiled is not None:
             # by module.compile(), of the call that the class had
             vars(module)['_compiled_call_impl'] = functools.partial(_call_compiled, ref(module), compiled)  # type: ignore[arg-type]
-    link: Link = vars(module).setdefault('_amp_link', Link())
+    link: Link = vars(module).setdefault('_amp_wrapper_link', Link())
     return link
 
 
 def put(module: nn.Module, rule: Rule) -> Link:
     """Let calls of a module follow a rule, in the place of any other."""
-    vars(module)['_amp'] = rule
+    vars(module)['_amp_wrapper_rule'] = rule
     return link_of(module)
 
 
@@ -259,13 +280,17 @@ def _call_compiled(module: ReferenceType[CastModule], call: Any, *args: Any, **k
 def take_off(module: nn.Module) -> None:
     """Let calls of a module do what they did. Who watches them goes on."""
     if isinstance(module, CastModule):
-        watchers = module._amp_link.watchers
-        for name in ('_amp', '_amp_link'):
+        watchers = module._amp_wrapper_link.watchers
+        for name in ('_amp_wrapper_rule', '_amp_wrapper_link'):
             vars(module).pop(name, None)
         if watchers:
             link_of(module).watchers = watchers
         else:
-            module.__class__ = base_of(type(module))  # type: ignore[assignment]
+            _set_class(module, base_of(type(module)))
+            compiled = vars(module).get('_compiled_call_impl')
+            if compiled is not None and getattr(compiled, 'func', None) is not _call_compiled:
+                # by module.compile(), of the call with casts
+                module._compiled_call_impl = None
 
 
 def copies_are_fp32(models: Iterable[nn.Module]) -> None:
@@ -274,11 +299,6 @@ def copies_are_fp32(models: Iterable[nn.Module]) -> None:
         for module in model.modules():
             if rule_of(module) is not None:
                 link_of(module).trains = True
-
-
-def rule_of(module: nn.Module) -> Rule | None:
-    """The rule of a module; None where it is not cast."""
-    return module._amp if isinstance(module, CastModule) else None
 
 
 def is_cast(model: nn.Module) -> bool:

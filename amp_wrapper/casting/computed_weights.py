@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..policy.nested import CASTABLE
-from .rule import Rule
+from .rule import Rule, rule_of
 
 
 def _computing(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
@@ -30,7 +30,7 @@ def sources_of(module: nn.Module) -> Iterator[Tensor]:
 
 def cast(module: nn.Module, args: Any) -> None:
     """Let what was computed take the type that a module computes in; differentiable. A hook behind those of torch."""
-    rule: Rule = getattr(module, '_amp', None) or Rule()
+    rule = rule_of(module) or Rule()
     for hook in _computing(module) if rule.inputs is not None else ():
         value = getattr(module, hook.name, None)
         # a parameter again, once the normalisation is removed

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def call_in_fp32(op: Fp32Op, function: Any, run: Any, args: Any, kwargs: Any, co
             said_once.warn_once(op.warning)
         args = [_in_fp32(value, copies) for value in args]
         kwargs = {name: _in_fp32(value, copies) for name, value in kwargs.items()}
-    with listening.told(op, function), region.without_autocast(on):
+    with listening.told(op, function), region.autocast(on, None) if on else nullcontext():
         result = run(*args, **kwargs)
     if not narrow:
         return result

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compiler_internals import never_compiled_alone
 from ..policy.copies import Copies
@@ -47,7 +47,7 @@ class Rule:
         outputs: Floating outputs become this type; None leaves them.
         gives_back: Whether FP32 outputs go back to the 16-bit type that the caller came with, if it did.
         only_eval: Whether a module in training mode leaves them.
-        clamps: Whether finite outputs beyond the range of the type become its largest.
+        clamps: Whether finite outputs below the range of the type become its lowest.
         enter: Casts tensors inside outputs of a framework's own kind.
         opens: What the region of a call lets act, such as :data:`.region.TABLES`.
         outermost: Whether a call does anything only where no region is open.
@@ -125,6 +125,12 @@ class Link:
 
     def __reduce__(self) -> tuple[type[Link], tuple[()]]:
         return Link, ()
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule of a module; None where it is not cast."""
+    rule: Rule | None = getattr(module, '_amp_wrapper_rule', None)
+    return rule
 
 
 #: Of the calls that are becoming part of a graph, the outermost first: what has cast their arguments.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..policy.nested import HALF_TYPES
 from . import fp32_values
 from .modules import own_tensors
-from .rule import Rule
+from .rule import Rule, rule_of
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -24,7 +24,7 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
     is saved as well: its master takes the value first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the
     variables and gets them as they are. Once the casts are taken off, this does nothing.
     """
-    rule: Rule = vars(module).get('_amp') or Rule()
+    rule = rule_of(module) or Rule()
     for name, tensor in own_tensors(module) if rule.model.casts else ():
         key = prefix + name
         value = state_dict.get(key)

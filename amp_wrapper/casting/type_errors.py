@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import AmpError
 from .modules import class_name
+from .rule import rule_of
 
 _ABOUT_TYPES = re.compile(r'\bdtypes?\b|Half|BFloat16|float16')
 #: What plain FP32 is refused for as well.
@@ -36,7 +37,7 @@ def explain(model: nn.Module, error: BaseException, level: str) -> None:
         f'raised in {where}, in a forward at {level}. Where 16-bit and FP32 meet there, or a function has no 16-bit '
         f"kernel, one of these helps: {keeps}fp32_ops=['package.function'] a function, and another opt_level casts less."
     )
-    has_rules = any(getattr(module, '_amp', None) is not None for module in place.modules())
+    has_rules = any(rule_of(module) is not None for module in place.modules())
     if not has_rules and any(True for _ in place.parameters()):
         note = (
             f'{where} joined the model after mixed precision was attached to it, and its weights are FP32. Initialise '

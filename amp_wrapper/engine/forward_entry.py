@@ -12,8 +12,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from ..casting.cast_module import link_of, rule_of
+from ..casting.cast_module import link_of
 from ..casting.masters import Masters
+from ..casting.rule import rule_of
 from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy.nested import HALF_TYPES
 from . import averages, graph_calls

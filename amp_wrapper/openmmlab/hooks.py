@@ -10,7 +10,7 @@ from mmengine.hooks import Hook
 from torch import Tensor
 
 from ..casting import cast_module
-from ..casting.rule import Rule
+from ..casting.rule import Rule, rule_of
 from ..diagnostics.nonfinite import NonfiniteWatch
 from ..diagnostics.op_tensors import named_tensors
 from ..engine import AmpEngine
@@ -64,7 +64,7 @@ class AmpInferenceHook(Hook):
         attaching.attach(self._engine, model)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
-            rule = cast_module.rule_of(model) or Rule()
+            rule = rule_of(model) or Rule()
             changes: dict[str, Any] = dict(sets_autocast=True, autocast=self.policy.autocast_dtype, outputs=outputs)
             cast_module.put(model, dataclasses.replace(rule, only_eval=False, enter=cast_data_element, **changes))
         runner.logger.info(f'amp: testing at {self.policy.describe()}')

@@ -54,7 +54,7 @@ class Copies:
         # a tensor of inference does not count what is written to it
         counts = is_traced or not torch.is_inference_mode_enabled()
         with nullcontext() if counts else torch.inference_mode(False):
-            made = _rounded(tensor, self.target, is_first=not self._tensors.entries)
+            made = _rounded(tensor, self.target)
         if not is_traced and self.target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
             # activations would live as long as their copies
             keep_original(made, tensor)
@@ -125,20 +125,16 @@ def original_of(value: Any) -> Tensor | None:
     return original if version is not None and value._version == version else None
 
 
-def _rounded(tensor: Tensor, dtype: torch.dtype, is_first: bool = False) -> Tensor:
-    """In another type; finite numbers of a mask or the like beyond its range become its largest, of a first tensor those below.
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another type. Finite numbers below its range, as masks have, become its lowest, unless it has a gradient or is sparse.
 
-    Args:
-        tensor: What is cast; where it has a gradient, or is sparse, such numbers become infinite.
-        dtype: The type.
-        is_first: Whether it is the first tensor of the call.
+    Those above its range become infinite: what is too large overflows, so that the step is skipped.
     """
     made, limit = tensor.to(dtype), torch.finfo(dtype).max
     is_sparse = tensor.layout is not torch.strided or tensor.is_nested
     if tensor.requires_grad or is_sparse or limit >= torch.finfo(tensor.dtype).max:
         return made
-    # masks are negative. Of data, which come first, what is too large overflows, so that the step is skipped
-    return torch.where(tensor.isinf(), made, made.nan_to_num(torch.nan, torch.inf if is_first else limit, -limit))
+    return torch.where(tensor.isinf(), made, made.nan_to_num(torch.nan, torch.inf, -limit))
 
 
 def _unrounded(made: Tensor, original: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def warn_once(text: str, kind: str = '') -> bool:
 
 
 def warn_clamped(what: str, dtype: torch.dtype) -> None:
-    """Warn that a function or module was given finite numbers beyond the range of a 16-bit type."""
+    """Warn that a function was given finite numbers beyond the range of a 16-bit type."""
     warn_once(
         f'{what} was given numbers beyond the range of {dtype}, and takes the largest that it has '
         f'({torch.finfo(dtype).max:g}, with its sign) instead. Write torch.finfo(x.dtype).min in masks, where x is what is '

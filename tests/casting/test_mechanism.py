@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import amp
+from amp_wrapper import AmpOptimWrapper, amp
 
 LEVELS = ('O4', 'O5', 'O1', 'O2')
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -144,6 +144,53 @@ def test_model_that_is_read_in_another_process(level: str, tmp_path: Path) -> No
     code = "from test_mechanism import *; torch.save(torch.load('{0}/net', weights_only=False)(X), '{0}/out')"
     assert python('-c', code.format(tmp_path), cwd=Path(__file__).parent).returncode == 0
     assert same_bits(torch.load(tmp_path / 'out'), net(X))
+
+
+class Peculiar(nn.Module):
+    """Has names of its own, copies itself in another order, and takes no attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.zero, self._amp = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4)), False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name != '__class__'
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> Peculiar:
+        copied = Peculiar()
+        copied.zero = copied._parameters.pop('zero')
+        copied._parameters = dict(reversed(copied._parameters.items()))
+        return copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.one + self.zero + self._amp
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_modules_with_ways_of_their_own(level: str) -> None:
+    net = nn.Sequential(Peculiar(), nn.Linear(4, 4))
+    expected = net[0](X)
+    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    for each in (net[0], copy.deepcopy(net)[0]):
+        assert torch.allclose(each(X).float(), expected, atol=0.01)
+    # a class that is derived from one that casts; torch copies one of its own only if it knew it uncast
+    parametrize.register_parametrization(net[1], 'weight', nn.Identity())
+    with pytest.raises(RuntimeError, match='parametrized modules'):
+        copy.deepcopy(net)
+    assert net(X).isfinite().all()
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_module_that_was_compiled_in_place_runs_after_detach(level: str) -> None:
+    net = Net().eval()
+    expected = net(X)
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    wrapper.attach(net)
+    net.compile(backend='eager')
+    net(X)
+    wrapper.detach()
+    assert torch.allclose(net(X), expected, atol=0.01)
 
 
 @pairs(way=COPIES, level=(*LEVELS, 'O3'))

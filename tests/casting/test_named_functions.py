@@ -14,7 +14,7 @@ from bits import same_bits
 from forwards import CAST, HALF, PER_OP, Inside, prepared
 from torch import Tensor, nn
 
-from amp_wrapper import AmpUsageError
+from amp_wrapper import AmpUsageError, amp
 
 F32 = torch.float32
 seen: list[Any] = []
@@ -277,3 +277,18 @@ def test_methods_by_convention(level: str, door: str) -> None:
     prepared(model, level, door)(torch.ones(4, 4))
     assert model.predict(torch.ones(1, 4, dtype=HALF[level])) is F32
     assert stranger.predict(torch.ones(1, 4).bfloat16()) is torch.bfloat16
+
+
+class Named(nn.Linear):
+    def extract_feat(self, x: Tensor) -> Tensor:
+        return self(x).softmax(-1)
+
+    other = extract_feat
+
+
+@pytest.mark.parametrize('level', ['O1', 'O4'])
+def test_methods_that_are_named_compute_as_calls_do(level: str) -> None:
+    x, model = torch.randn(4, 64), nn.Sequential(Named(64, 64))
+    exact = model[0].other(x)
+    part = amp.initialize(model, opt_level=level, verbosity=0)[0]
+    assert torch.equal(part.extract_feat(x), part.other(x)) and not torch.equal(part.extract_feat(x), exact)
