@@ -1,4 +1,4 @@
-"""What it costs that a skipped step gives buffers back: ``python -m benchmarks.buffers [--write] [--device cuda]``.
+"""What it costs that a skipped step restores buffers: ``python -m benchmarks.buffers [--write] [--device cuda]``.
 
 Training steps of ResNet-50 with and without ``restore_buffers_on_skip``, by turns, so that whatever else the machine does falls
 on both; and the parts of the cost alone, since on a busy machine one percent of a step is less than the steps differ by.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from mmengine.logging import MMLogger
-from torch import Tensor, nn
+from torch import nn
 
 from amp_wrapper import AmpOptimWrapper
 from amp_wrapper.optim import FusedSGD
@@ -38,7 +38,7 @@ class Loop:
 
     Args:
         words: For the wrapper.
-        restores: Whether skipped steps give buffers back.
+        restores: Whether skipped steps restore buffers.
         shape: Of a batch.
         device: Where.
     """
@@ -75,59 +75,18 @@ class Loop:
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """What is added to a step, by name."""
-        snapshots = self.wrapper._engine.parts.buffers
-        assert snapshots is not None
+        (snapshot,) = self.wrapper._engine.parts.snapshots
         flag = torch.zeros((), device=self.device)
 
         def begin() -> None:
-            snapshots.enter(self.model)
-            snapshots.leave(self.model)
-            snapshots._live = False
+            snapshot.begin()
+            snapshot._is_live = False
 
         def restore() -> None:
-            snapshots._live = True
-            snapshots.restore(flag)
+            snapshot.begin()
+            snapshot.settle(flag)
 
-        x = torch.ones((), device=self.device)
-        plain = [_Nothing() for _ in self.model.modules() if isinstance(_, nn.BatchNorm2d)]
-        hooked = nn.Sequential(*(_Nothing() for _ in plain))
-        for module in hooked:
-            for name in ('_forward_pre_hooks', '_forward_hooks'):
-                getattr(module, name).update(getattr(_first_batchnorm(self.model), name))
-
-        def call(modules: Any) -> None:
-            for module in modules:
-                module(x)
-
-        def inside() -> None:
-            # as all hooks but the model's find it: inside of a pass
-            snapshots.enter(self.model)
-            try:
-                call(hooked)
-            finally:
-                snapshots.leave(self.model)
-                snapshots._live = False
-
-        def again() -> None:
-            snapshots.leave(self.model)
-            snapshots.enter(self.model)
-
-        return {
-            'copies at the first forward pass, and noting versions at its end': begin,
-            'a step that is not skipped: select, write back': restore,
-            'the same, and calls of as many modules as own buffers, with the hooks': inside,
-            'these calls without': lambda: call(plain),
-            'a further pass of the same step, with accumulation': again,
-        }
-
-
-class _Nothing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def _first_batchnorm(model: nn.Module) -> nn.Module:
-    return next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+        return {'copies at the first forward pass': begin, 'the same, and a step that is not skipped': restore}
 
 
 def _wait(device: torch.device) -> None:
@@ -170,21 +129,15 @@ def measure(
             row.append(f'{(statistics.median(ratios) - 1) * 100:+.2f} %')
         steps.append(row)
         times = {what: _microseconds(function, device) for what, function in loops[True].parts().items()}
-        _, restored, hooked, plain, _ = times.values()
-        added = restored + hooked - plain
+        _, added = times.values()
         step = statistics.median(times[0] for times in found[False]) * 1e6
         busy = statistics.median(times[1] for times in found[False]) * 1e6
         parts += [[name, what, f'{value:.0f}'] for what, value in times.items()]
-        parts.append(
-            [name, '**in all, for one step**', f'**{added:.0f}**, {added / min(step, busy) * 100:.3f} % of a step']
-        )
+        parts.append([name, '**of a step without**', f'**{added / min(step, busy) * 100:.3f} %**'])
         if name == 'O0, checked':
             buffers = list(loops[True].model.buffers())
-            held = sum(
-                flat.numel() * flat.element_size()
-                for group in loops[True].wrapper._engine.parts.buffers.tracked.parts  # type: ignore[union-attr]
-                for flat in (group._first, group._now)  # type: ignore[union-attr]
-            )
+            groups = [group for each in loops[True].wrapper._engine.parts.snapshots for group in each._groups]
+            held = sum(flat.nbytes for group in groups for flat in (group._first, group._now))
             bytes_ = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
             size = f'{len(buffers)} buffers of {bytes_:,} bytes; the copies, and room for what is written back: {held:,} bytes.'
     return steps, parts, size
@@ -197,7 +150,7 @@ def report(device: torch.device, rounds: int, shape: tuple[int, ...], depths: tu
     steps, parts, size = measure(device, rounds, shape, depths)
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{processor()}, one thread'
     lines = [
-        '# Cost of giving buffers back',
+        '# Cost of restoring buffers',
         '',
         f'{datetime.date.today()}, {where}, Python {platform.python_version()}, torch {torch.__version__}; '
         f'`python -m benchmarks.buffers --device {device.type}`. ResNet-50, batches of {tuple(shape)}, `FusedSGD`, '

@@ -34,12 +34,12 @@ def watched(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    rule, follower = module._amp_wrapper_rule, module._amp_wrapper_link.follower
+    rule, listener = module._amp_wrapper_rule, module._amp_wrapper_link.listener
     if rule is None or (rule.outermost and region.is_open()):
         return call(*args, **kwargs)
     # a wrapper may have opened a region around the call of the model
-    if follower is not None and (rule.is_model or not region.is_open()):
-        follower.before_call()
+    if listener is not None and (rule.is_model or not region.is_open()):
+        listener.before_call()
     copies = rule.copies(args, kwargs)
     if copies is None and rule.outputs is None and not rule.opens and not rule.sets_autocast:
         return call(*args, **kwargs)

@@ -45,7 +45,7 @@ class CastModule(nn.Module):
         rule, link = self._amp_wrapper_rule, self._amp_wrapper_link
         if link.watchers and not torch.compiler.is_compiling():
             return calls.watched(self, call, args, kwargs)
-        is_idle = rule is None or (rule.outermost and region.is_open()) or (rule.is_idle and link.follower is None)
+        is_idle = rule is None or (rule.outermost and region.is_open()) or (rule.is_idle and link.listener is None)
         return call(*args, **kwargs) if is_idle else calls.by_rule(self, call, args, kwargs)
 
     def _call_own(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,18 +74,21 @@ class CastModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Lets loaded values reach the masters unrounded."""
         load = functools.partial(super()._load_from_state_dict, state_dict, prefix, *args, **kwargs)
+        listener = self._amp_wrapper_link.listener
+        if listener is not None:
+            listener.before_load()
         if self._amp_wrapper_rule is None or not self._amp_wrapper_rule.model.casts:
             load()
         else:
-            if self._amp_wrapper_link.follower is not None:
-                self._amp_wrapper_link.follower.adopt()
             state_dicts.load(self, load, state_dict, prefix)
+        if listener is not None and self._buffers:
+            listener.after_load(self, [key for key in self._buffers if prefix + key in state_dict])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What makes the module again: as its own class says, and then the casts."""
         base = base_of(type(self))
-        if self._amp_wrapper_link.follower is not None:
-            self._amp_wrapper_link.follower.synchronise()
+        if self._amp_wrapper_link.listener is not None:
+            self._amp_wrapper_link.listener.synchronise()
         with _plain(self, '__reduce__', '__reduce_ex__', '__getstate__', '__getnewargs_ex__', '__getnewargs__'):
             own: Any = super() if isinstance(self, CastModule) else self
             make, words, *rest = own.__reduce_ex__(max(protocol, 2))
@@ -200,8 +203,8 @@ def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
         if rule.outermost or rule.opens == region.TABLES:
             # as a call of the module
             return calls.by_rule(self, functools.partial(entry, self), args, kwargs)
-        if self._amp_wrapper_link.follower is not None:
-            self._amp_wrapper_link.follower.before_call()
+        if self._amp_wrapper_link.listener is not None:
+            self._amp_wrapper_link.listener.before_call()
         with region.spare(rule.model.entry), region.operands(rule.model.entry):
             return entry(self, *args, **kwargs)
 

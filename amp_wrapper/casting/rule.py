@@ -113,14 +113,14 @@ class Link:
     Attributes:
         is_attached: Whether the module belongs to an attached model, whose types the level decides.
         trains: Whether it is trained with 16-bit weights: deep copies are FP32 then.
-        follower: Lets the weights of the whole model follow their masters, by ``before_call()`` where a call comes from
-            outside of any region.
+        listener: Is told, for the whole model, of calls from outside of any region (``before_call()``), and of loading
+            (``before_load()``, ``after_load()`` of buffers); its ``synchronise()`` lets weights and masters agree.
         watchers: Those of :class:`.cast_module.Watcher`.
     """
 
     is_attached: bool = False
     trains: bool = False
-    follower: Any = None
+    listener: Any = None
     watchers: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[type[Link], tuple[()]]:

@@ -66,7 +66,6 @@ class Window:
         found_inf: Whether each loss overflowed.
         foreign_found_inf: Whether gradients that came from losses of other optimizers overflowed; None without such gradients.
         buffers: The values before the accumulation of buffers that its forward passes have changed, by qualified name.
-        averages: Of averages that were updated during the accumulation, their buffers ``before`` it and ``now``, by name.
     """
 
     gradients: Sequence[Tensor | None]
@@ -75,7 +74,6 @@ class Window:
     found_inf: Sequence[float]
     foreign_found_inf: float | None = None
     buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    averages: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
 
 
 @dataclasses.dataclass(frozen=True)

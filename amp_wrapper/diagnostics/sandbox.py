@@ -21,8 +21,7 @@ from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
 from ..engine import AmpEngine, attach_together
-from ..engine.attach import drop_hooks, let_go
-from ..engine.buffers.hooks import BufferHook
+from ..engine.attach import let_go
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..shards import any_sharded
@@ -117,8 +116,6 @@ def fp32_copy(model: nn.Module) -> nn.Module:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 hooks[key] = _rebound(hook, memo, is_deep=True)
-    for module in copied.modules():
-        drop_hooks(module, BufferHook)
     return copied
 
 

@@ -21,8 +21,9 @@ from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES, EnterObject
-from . import averages, forward_entry
-from .buffers.snapshots import BufferSnapshots
+from . import averages
+from .before_calls import before_calls
+from .buffer_snapshot import BufferSnapshot
 from .ddp.forward_record import NoticeDdp
 from .ddp.reducers import Reducers, check_unknown_listeners
 from .gradients.shard_gradients import ShardGradients
@@ -61,7 +62,7 @@ def attach_model(
     parts.casts = plan
     _take_cast(parts, plan, shared_weights)
     checks.warn(plan.rounded, plan.momentum, policy)
-    watch_buffers(parts, [('', inner)], leave, foreign)
+    watch_buffers(parts, [('', inner)], leave)
     parts.ddp = ddp
     _watch_shards(parts, [inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
@@ -102,8 +103,7 @@ def attach_parts(
     checks.warn(plan.rounded, plan.momentum, policy)
     for engine in engines:
         _take_cast(engine, plan)
-        if named:
-            watch_buffers(engine, named)
+        watch_buffers(engine, named)
         engine.ddp.watch(models)
         _watch_shards(engine, models)
         begin(engine, models[0] if models else None)
@@ -120,8 +120,7 @@ def take_over(parts: EngineParts, models: Sequence[nn.Module]) -> None:
         models: Those of earlier optimizers, whose weights this one steps.
     """
     _follow_at_entry(parts, models)
-    if models:
-        watch_buffers(parts, named_roots(models))
+    watch_buffers(parts, named_roots(models))
     parts.gradients.take_over(parts.params.pairs)
 
 
@@ -139,8 +138,6 @@ def detach_model(parts: EngineParts) -> None:
         parts.ddp.rebuild(parts.casts.parameters.values())
     if not params.have_fp32_values and parts.optimizer is not None and casts:
         _state_to_fp32(parts.optimizer)
-    if parts.buffers is not None:
-        parts.buffers.remove()
     parts.reset()
 
 
@@ -243,21 +240,19 @@ def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tens
         cast_state_to_parameters(optimizer, [*plan.parameters.values(), *shared_weights])
 
 
-def watch_buffers(
-    parts: EngineParts,
-    named: Sequence[tuple[str, nn.Module]],
-    leave: tuple[type, ...] = (),
-    foreign: Iterable[Tensor] = (),
-) -> None:
-    """Restore buffers after skipped steps from now on, where steps may be skipped."""
-    if parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
+def watch_buffers(parts: EngineParts, named: Sequence[tuple[str, nn.Module]], leave: tuple[type, ...] = ()) -> None:
+    """Restore buffers after skipped steps from now on, where steps may be skipped; several optimizers by one snapshot."""
+    if not named or parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
         return
-    others = list(foreign)
-
-    def stepped() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
-        return parts.weights(), [*others, *(weight for other in parts.others for weight in other.weights())]
-
-    parts.buffers = BufferSnapshots(named, stepped, leave, parts)
+    listeners = [each for _, model in named for each in before_calls(model)]
+    shared = [snapshot for each in listeners for snapshot in each.snapshots]
+    shared += [snapshot for other in parts.others if isinstance(other, EngineParts) for snapshot in other.snapshots]
+    parts.snapshots = tuple(dict.fromkeys(shared)) or (BufferSnapshot(),)
+    for name, model in named:
+        if not any(model in snapshot for snapshot in parts.snapshots):
+            parts.snapshots[0].add(model, name, leave)
+    for each in listeners:
+        each.snapshots.update(parts.snapshots)
 
 
 def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
@@ -270,7 +265,8 @@ def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:
     if parts.params.kind == 'whole':
-        forward_entry.watch(models, parts.params)
+        for each in [each for model in models for each in before_calls(model)]:
+            each.masters.add(parts.params)
 
 
 def drop_hooks(module: nn.Module, kind: type) -> None:

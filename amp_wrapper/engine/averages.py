@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from ..casting.cast_module import is_cast
 from ..casting.fp32_values import in_fp32
-from .buffers.living import averaging
 
 
 class Fp32View:
@@ -60,34 +58,31 @@ class Fp32View:
         return getattr(self._model, name)
 
 
-def _reads_a_model(method: Callable[..., Any], attribute: str) -> Callable[..., Any]:
-    """A method whose first argument is the model that is averaged; its object holds the average as ``attribute``."""
+def _reads_a_model(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose first argument is the model that is averaged."""
 
     @functools.wraps(method)
     def call(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         cast = isinstance(model, nn.Module) and is_cast(model)
-        average = getattr(self, attribute)
-        known = isinstance(model, nn.Module) and isinstance(average, nn.Module)
-        with averaging(average, model) if known else nullcontext():
-            return method(self, Fp32View(model) if cast else model, *args, **kwargs)
+        return method(self, Fp32View(model) if cast else model, *args, **kwargs)
 
     return call
 
 
-#: Module, class, its method that reads a model, and the attribute that holds the average.
-_KNOWN: tuple[tuple[str, str, str, str], ...] = (
-    ('torch.optim.swa_utils', 'AveragedModel', 'update_parameters', 'module'),
-    ('timm.utils.model_ema', 'ModelEma', 'update', 'ema'),
-    ('timm.utils.model_ema', 'ModelEmaV2', 'update', 'module'),
-    ('timm.utils.model_ema', 'ModelEmaV3', 'update', 'module'),
+#: Module, class, and its method that reads a model.
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    ('torch.optim.swa_utils', 'AveragedModel', 'update_parameters'),
+    ('timm.utils.model_ema', 'ModelEma', 'update'),
+    ('timm.utils.model_ema', 'ModelEmaV2', 'update'),
+    ('timm.utils.model_ema', 'ModelEmaV3', 'update'),
 )
 _patched: WeakSet[type] = WeakSet()
 
 
 def patch_loaded() -> None:
     """Let the averages whose packages somebody has imported see FP32 values. Does nothing a second time."""
-    for module, name, method, attribute in _KNOWN:
+    for module, name, method in _KNOWN:
         cls = getattr(sys.modules.get(module), name, None)
         if isinstance(cls, type) and cls not in _patched:
             _patched.add(cls)
-            setattr(cls, method, _reads_a_model(getattr(cls, method), attribute))
+            setattr(cls, method, _reads_a_model(getattr(cls, method)))

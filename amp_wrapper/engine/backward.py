@@ -13,8 +13,6 @@ from torch import Tensor
 from .. import torch_internals
 from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
-from .buffers import living
-from .buffers import users as buffer_users
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
 from .parts import EngineParts, Stage
@@ -82,13 +80,11 @@ class BackwardPass:
             self._rescaling = self._rescale_elsewhere(stack)
         self._flags = [engine.overflow.new() if engine.scales.check else None for engine in self.engines]
         self._unscale_on_exit(stack, averaged)
-        self._tell_buffers = stack.enter_context(buffer_users.backward(self.engines))
 
     def begins(self) -> None:
         """The pass begins; those of other losses may have come in between."""
         with torch.no_grad():
             self._check_alone()
-            self._tell_buffers()
             for engine in self.engines:
                 engine.end_rescalings()
             if self._rescaling is not None:
@@ -234,12 +230,6 @@ class BackwardPass:
         for engine in self.engines:
             engine.overflow.named = True
             engine.stage = Stage.ACCUMULATING
-            if engine.buffers is not None:
-                engine.buffers.used_by(self.engines)
-        for other, target in self._targets:
-            # through modules whose outputs were not used, but what hooks have taken from inside of them
-            if target.arrived and isinstance(other, EngineParts) and other.buffers is not None:
-                other.buffers.used_by(self.engines)
 
     def _tell_flags(self) -> None:
         """Set the overflow flag of every engine if any has found one; the loss scale is updated by the first alone."""
@@ -321,8 +311,6 @@ class SimplePass:
             engine.overflow.use(0)
             engine.overflow.named = True
             engine.stage = Stage.ACCUMULATING
-            if engine.buffers is not None:
-                engine.buffers.used_by((engine,))
 
 
 def backward_pass(engine: EngineParts, loss_id: int) -> BackwardPass | SimplePass:
@@ -336,11 +324,6 @@ def backward_pass(engine: EngineParts, loss_id: int) -> BackwardPass | SimplePas
         AmpUsageError: No such loss.
     """
     simple = not (
-        engine.others
-        or engine.rescalings
-        or engine.gradients.unscaled
-        or engine.ddp.ddps
-        or engine.overflow.has_others
-        or len(living.living) > 1
+        engine.others or engine.rescalings or engine.gradients.unscaled or engine.ddp.ddps or engine.overflow.has_others
     )
     return SimplePass(engine) if simple else BackwardPass([engine], loss_id)

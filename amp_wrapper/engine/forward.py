@@ -18,6 +18,8 @@ from .parts import EngineParts
 def prepare(parts: EngineParts, model: nn.Module) -> None:
     """Before a forward call; see :meth:`AmpEngine.before_forward`."""
     parts.params.synchronise()
+    for snapshot in parts.snapshots:
+        snapshot.begin()
     for other in parts.others:
         if isinstance(other, EngineParts):
             other.params.synchronise()

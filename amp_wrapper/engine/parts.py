@@ -20,7 +20,7 @@ from ..ops import attributes
 from ..policy import Policy
 from ..shards import local
 from .block_watch import BlockWatch
-from .buffers.snapshots import BufferSnapshots
+from .buffer_snapshot import BufferSnapshot
 from .clipping import ShardNorm
 from .ddp.reducers import Reducers
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
@@ -74,7 +74,7 @@ class EngineParts:
         gradients: Where gradients wait for the step.
         ddp, shard_groups: The DDP modules that average them, and the groups of FSDP2 that do.
         shard_gradients: What keeps gradients of shards in 16-bit; None where they are in FP32, or nothing is sharded.
-        buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
+        snapshots: The buffers as they were before the forward calls of the present step; none where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch, block_watch: Warn of gradients that did not come from ``amp.scale_loss``, or are clipped before; or None.
         casts: The plan of the casts of the model, which takes them off; None without.
@@ -104,7 +104,7 @@ class EngineParts:
         self.ddp = Reducers(None, self.weights)
         self.shard_groups: list[Any] = []
         self.shard_gradients: ShardGradients | None = None
-        self.buffers: BufferSnapshots | None = None
+        self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
         self.block_watch: BlockWatch | None = None
@@ -131,7 +131,8 @@ class EngineParts:
         if self.shard_gradients is not None:
             self.shard_gradients.remove()
         self.params = Masters(self.optimizer)
-        self.shard_gradients = self.buffers = self.casts = None
+        self.shard_gradients = self.casts = None
+        self.snapshots = ()
         self.stage = Stage.DETACHED
 
     def __repr__(self) -> str:
@@ -209,6 +210,11 @@ class EngineParts:
             self.own('step')(**kwargs)
         finally:
             self.steps = False
+
+    def settle_buffers(self, flag: Tensor | None) -> None:
+        """The step is taken, or skipped where ``flag`` is up: what forward calls did to buffers stays, or is undone."""
+        for snapshot in self.snapshots:
+            snapshot.settle(flag)
 
     def stepped(self, result: StepResult) -> None:
         """A step was taken, or skipped."""

@@ -50,12 +50,11 @@ def _open_accumulation(parts: EngineParts) -> checkpoint.Window | None:
             'not in the checkpoint. Save after a step for an exact resume.',
         )
         return None
-    gradients, overflow, buffers = parts.gradients, parts.overflow, parts.buffers
+    gradients, overflow = parts.gradients, parts.overflow
     found, of_others = overflow.state()
-    before = {} if buffers is None else buffers.state()
-    averages = [] if buffers is None else buffers.averages()
+    buffers = {name: copy for snapshot in parts.snapshots for name, copy in snapshot.state().items()}
     saved = gradients.save(parts.lists())
-    return checkpoint.Window(saved, gradients.unscaled, list(overflow.used), found, of_others, before, averages)
+    return checkpoint.Window(saved, gradients.unscaled, list(overflow.used), found, of_others, buffers)
 
 
 def check_state(parts: EngineParts, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
@@ -130,8 +129,8 @@ def restore_accumulation(parts: EngineParts, window: checkpoint.Window) -> None:
     """Put back the gradients of an accumulation that was open when it was saved."""
     parts.gradients.restore(window.gradients, parts.lists())
     parts.overflow.restore(window.used, window.found_inf, window.foreign_found_inf)
-    if parts.buffers is not None:
-        parts.buffers.load(window.buffers, window.averages)
+    for snapshot in parts.snapshots:
+        snapshot.load(window.buffers)
     parts.stage = Stage.ACCUMULATING
     _say(
         parts,

@@ -18,7 +18,6 @@ from ..casting.masters import StepLists
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
 from ..shards import local
-from .buffers import living
 from .clipping import GradientClip, ShardNorm
 from .gradients.unscale import nonfinite_names
 from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
@@ -110,7 +109,7 @@ class FusedStep:
             words['norm'] = total
         if scales.check:
             words['found_inf'] = overflow.skipped()
-            living.settle_step(parts, parts.buffers, words['found_inf'])
+            parts.settle_buffers(words['found_inf'])
             if not done and not overflow.is_own:
                 words['learned'] = overflow.learned(0)
         if clip is not None and clip.raises_on_nonfinite and 'norm' in words:
@@ -195,7 +194,7 @@ class EagerStep:
         total = parts.agree(self._shard_norm(clip))
         known = known if total is None else total
         skip = parts.overflow.skipped() if scales.check else None
-        living.settle_step(parts, parts.buffers, skip)
+        parts.settle_buffers(skip)
         by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
         late = None
         if skip is not None and not by_flag:
@@ -315,7 +314,7 @@ def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Map
     if parts.shard_gradients is not None:
         parts.shard_gradients.widen()
     norm = None if clip is None else clip.apply(parts.params.parameters())
-    living.settle_step(parts, parts.buffers, None)
+    parts.settle_buffers(None)
     parts.own_step(kwargs)
     parts.stage = Stage.READY
     return result_of(parts, False, None, norm)

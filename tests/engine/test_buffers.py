@@ -274,7 +274,6 @@ def test_a_large_table_is_restored_once_it_has_begun_to_change() -> None:
         assert changed(before, model) != []
 
 
-@pytest.mark.xfail(strict=True, reason='engine')
 def test_functional_calls_have_buffers_of_their_own() -> None:
     model = Around(nn.BatchNorm1d(3))
     run = scripted('O1', model)
@@ -390,7 +389,6 @@ def test_one_loss_of_two_optimizers_restores_what_both_step() -> None:
             assert (changed(before, model) == []) == bad, level
 
 
-@pytest.mark.xfail(strict=True, reason='engine')
 @pytest.mark.parametrize('api', ['wrapper', 'one session'])
 def test_any_skipped_step_restores_all_buffers_of_the_session(api: str) -> None:
     pair = Pair('O1', api)

@@ -68,7 +68,7 @@ PATCHES: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
     ((deepspeed,), 'register_deepspeed_optimizers', strategies.register_deepspeed_optimizers),
     # overwrites what is there; a file backend of ours would be given all bytes, twice in memory
     (_WRITERS, 'save_checkpoint', saving.write_whole_file),
-    # buffers have to be settled before states are collected; FlexibleRunner overwrites the epoch it is given
+    # FlexibleRunner overwrites the epoch it is given
     (_RUNNERS, 'save_checkpoint', saving.save_checkpoint),
     # deletes the old before it writes the new; saves on rank 0 alone, where states of all ranks are wanted
     ((CheckpointHook,), '_save_checkpoint_with_step', saving.save_with_step),

@@ -16,7 +16,6 @@ from ...casting import fp32_values
 from ...casting.cast_module import is_cast, take_off
 from ...checkpoint import names
 from ...engine import averages
-from ...engine.buffers import living
 from ...errors import AmpUsageError
 from ...shards import any_sharded
 from .. import sharded_states
@@ -34,8 +33,7 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
     """Replaces ``BaseAveragedModel.update_parameters``: averages the FP32 values of a cast model."""
     distributed_internals.reshard(model)
-    with living.averaging(average.module, model):
-        original(average, averages.Fp32View(model) if is_cast(model) else model)
+    original(average, averages.Fp32View(model) if is_cast(model) else model)
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from mmengine.model import is_model_wrapper
 from ...checkpoint import file as checkpoint_file
 from ...checkpoint import folder, names, shard_writer
 from ...checkpoint import newest as newest_checkpoint
-from ...engine.buffers import living
 from ...errors import AmpCheckpointError, AmpConfigError, CheckpointWriteError
 from .. import shard_files
 from ..log import warn
@@ -46,7 +45,6 @@ def is_local(path: str, backend_args: Any = None) -> bool:
 
 @contextmanager
 def _saving(runner: Any, meta: Mapping[str, Any]) -> Iterator[None]:
-    living.settle()
     token = _given_meta.set(meta if wrappers_of(runner) else _given_meta.get())
     try:
         yield
@@ -55,7 +53,7 @@ def _saving(runner: Any, meta: Mapping[str, Any]) -> Iterator[None]:
 
 
 def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces ``save_checkpoint`` of runners: buffers are settled first, and the caller's ``meta`` is kept."""
+    """Replaces ``save_checkpoint`` of runners: the caller's ``meta`` is kept."""
     given = kwargs.get('meta')
     if isinstance(given, dict):
         # mmengine writes into it

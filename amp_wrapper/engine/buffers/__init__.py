@@ -1,1 +1,0 @@
-"""Restores a model's buffers (BatchNorm's statistics, counters) after a skipped step."""
