@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import amp_wrapper
 from amp_wrapper.distributed_internals import parameters_of_group, shard_groups, types_of_group
-from amp_wrapper.engine.gradients.shard_gradients import CAN_DIFFER
 from amp_wrapper.policy import LEVELS
 from benchmarks import pages
 
@@ -101,8 +100,7 @@ def count(model: nn.Module, world: int) -> Bytes:
         total += sum(parameter.numel() for parameter in parameters)
         own += mine * kind.itemsize
         averaged_in = reduced_in or kind
-        # gradients stay in that type with AmpOptimWrapper and the optimizers of this package
-        gradients += mine * min(kind.itemsize, averaged_in.itemsize if CAN_DIFFER else kind.itemsize)
+        gradients += mine * kind.itemsize
         moments += 2 * mine * 4
         gathered = padded * (gathered_in or kind).itemsize
         gathers += passes * gathered * (world - 1) // world

@@ -26,7 +26,6 @@ from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
 from .ddp.forward_record import NoticeDdp
 from .ddp.reducers import Reducers, check_unknown_listeners
-from .gradients.shard_gradients import ShardGradients
 from .parts import EngineParts, Stage
 
 #: Integrations decide where these lines go.
@@ -64,7 +63,7 @@ def attach_model(
     checks.warn(plan.rounded, plan.momentum, policy)
     watch_buffers(parts, [('', inner)], leave)
     parts.ddp = ddp
-    _watch_shards(parts, [inner])
+    parts.shard_groups = distributed_internals.shard_groups([inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
     if optimizer is not None and plan.parameters:
@@ -105,7 +104,7 @@ def attach_parts(
         _take_cast(engine, plan)
         watch_buffers(engine, named)
         engine.ddp.watch(models)
-        _watch_shards(engine, models)
+        engine.shard_groups = distributed_internals.shard_groups(models)
         begin(engine, models[0] if models else None)
     if engines and plan.parameters:
         cast_module.copies_are_fp32(models)
@@ -253,14 +252,6 @@ def watch_buffers(parts: EngineParts, named: Sequence[tuple[str, nn.Module]], le
             parts.snapshots[0].add(model, name, leave)
     for each in listeners:
         each.snapshots.update(parts.snapshots)
-
-
-def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
-    parts.shard_groups = distributed_internals.shard_groups(models)
-    # others step with gradients of the parameters' type alone; in scripts, whoever clips expects FP32 gradients at FP32 shards
-    takes_16bit = isinstance(parts.optimizer, FusedOptimizer) and not parts.gradients.unscaled
-    if parts.shard_groups and takes_16bit and parts.policy.casts_model:
-        parts.shard_gradients = ShardGradients(models, set(map(id, parts.params.parameters())))
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:

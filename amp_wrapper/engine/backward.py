@@ -71,10 +71,6 @@ class BackwardPass:
         for engine in (*self.engines, *self._other_engines):
             if engine.gradients.unscaled:
                 stack.callback(engine.gradients.put_back, engine.params)
-        for engine in (*self.engines, *self._other_engines):
-            if engine.shard_gradients is not None:
-                engine.shard_gradients.begin(is_own=self.engines == [engine])
-                stack.callback(engine.shard_gradients.end)
         averaged = [self._prepare(engine) for engine in self.engines]
         if self.others:
             self._rescaling = self._rescale_elsewhere(stack)
@@ -296,14 +292,10 @@ class SimplePass:
 
     def __enter__(self) -> None:
         self._engine.gradients.begin()
-        if self._engine.shard_gradients is not None:
-            self._engine.shard_gradients.begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._engine.shard_gradients is not None:
-            self._engine.shard_gradients.end()
         if kind is None:
             engine = self._engine
             if engine.gradients.sums is not None:

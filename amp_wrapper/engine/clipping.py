@@ -68,6 +68,10 @@ class GradientClip:
             problems.append(f'clip_grad lacks {limit!r}: write dict(type={kind!r}, {limit}=1.0), say.')
         elif not ((isinstance(value, Tensor) and value.numel() == 1) or (is_number(value) and value >= 0)):
             problems.append(f'clip_grad[{limit!r}]={value!r} must be a number of at least 0.')
+        try:
+            float(words.get('norm_type', 2.0))
+        except (TypeError, ValueError):
+            problems.append(f"clip_grad['norm_type']={words['norm_type']!r} must be a number or 'inf'.")
         if problems:
             raise AmpConfigError(problems)
         return cls(kind, words)
@@ -78,40 +82,26 @@ class GradientClip:
         return bool(self.arguments.get('error_if_nonfinite', False))
 
     @property
-    def fits_prologue(self) -> bool:
-        """Whether a fused step can clip so: by value, by the Euclidean or by the maximum norm, with a limit on the host."""
+    def is_simple(self) -> bool:
+        """Whether gradients are clipped by value, by the Euclidean or by the maximum norm, with a limit on the host."""
         limit = self.arguments[_CLIP_KEYS[self.kind][0]]
         if isinstance(limit, Tensor) and limit.device.type != 'cpu':
             return False
         return self.kind == 'value' or float(self.arguments.get('norm_type', 2.0)) in (2.0, math.inf)
 
     @property
+    def fits_prologue(self) -> bool:
+        """Whether a fused step can clip so, which raises no error."""
+        return self.is_simple and not self.raises_on_nonfinite
+
+    @property
     def not_in_prologue(self) -> str:
         """The error text where :attr:`fits_prologue` has to hold and does not."""
         return (
             f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split', whose gradients are clipped while they "
-            "are used: by value, or by norm_type=2 or 'inf' with a number as limit. Write one of these, or master_weights=True."
+            "are used: by value, or by norm_type=2 or 'inf' with a number as limit and without error_if_nonfinite. Write one "
+            'of these, or master_weights=True.'
         )
-
-    def refuse_nonfinite(self, norm: Tensor, found_inf: Tensor | None, learns: bool) -> None:
-        """``error_if_nonfinite``, before anything is clipped. Syncs.
-
-        Args:
-            norm: float32 scalar.
-            found_inf: float32 scalar: whether gradients are non-finite, here or on another rank; None where nobody looked.
-            learns: Whether a dynamic loss scale is there, which learns from an overflow: it is skipped, and no error.
-
-        Raises:
-            RuntimeError: As torch's own.
-        """
-        length, found = torch.stack(
-            [norm, torch.zeros_like(norm) if found_inf is None else found_inf.view_as(norm)]
-        ).tolist()
-        if (found > 0 and not learns) or (found == 0 and not math.isfinite(length)):
-            raise RuntimeError(
-                'The total norm of gradients is non-finite, here or on another rank, so it cannot be clipped. '
-                'error_if_nonfinite=False skips such steps where gradients are checked.'
-            )
 
     def prologue(self) -> dict[str, float]:
         """Keyword arguments of :func:`~amp_wrapper.ops.step_prologue`."""
@@ -131,11 +121,6 @@ class GradientClip:
         greatest = float(self.arguments.get('norm_type', 2.0)) == math.inf
         norm = ops.multi_tensor_maxnorm if greatest else ops.multi_tensor_l2norm
         return norm(gradients, None, found_inf)[0]
-
-    @property
-    def is_euclidean(self) -> bool:
-        """Whether gradients are clipped by their Euclidean norm, and no error is asked for."""
-        return self.kind == 'norm' and not self.raises_on_nonfinite and self.is_two_norm
 
     @property
     def is_two_norm(self) -> bool:

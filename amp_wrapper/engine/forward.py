@@ -18,7 +18,8 @@ from .parts import EngineParts
 def prepare(parts: EngineParts, model: nn.Module) -> None:
     """Before a forward call; see :meth:`AmpEngine.before_forward`."""
     parts.params.synchronise()
-    for snapshot in parts.snapshots:
+    # parts that are called inside of the context are not told of. DDP broadcasts buffers in its call, which comes first
+    for snapshot in () if parts.ddp.ddps else parts.snapshots:
         snapshot.begin()
     for other in parts.others:
         if isinstance(other, EngineParts):

@@ -14,20 +14,18 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ..ops.attributes import same
+
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that another one holds as attributes, and that step its very groups; theirs too, outermost first."""
-    groups = optimizer.param_groups
-    found: list[Optimizer] = []
-    for value in vars(optimizer).values():
-        if (
-            isinstance(value, Optimizer)
-            and value is not optimizer
-            and len(value.param_groups) == len(groups)
-            and all(mine is theirs for mine, theirs in zip(groups, value.param_groups))
-        ):
-            found += [value, *inside(value)]
-    return found
+    found = [optimizer]
+    # it grows meanwhile; two may hold each other
+    for each in found:
+        for value in vars(each).values():
+            if isinstance(value, Optimizer) and value not in found and same(value.param_groups, optimizer.param_groups):
+                found.append(value)
+    return found[1:]
 
 
 def lead(inner: Optimizer, is_under_way: Callable[[], bool], take: Callable[..., Any]) -> None:

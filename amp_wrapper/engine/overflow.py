@@ -342,17 +342,18 @@ class OverflowMonitor:
         """Take notice of steps that nobody waited for.
 
         Args:
-            infos: Those of steps that nobody waited for, in order, up to the latest, as numbers.
+            infos: The first of those that were not seen, in order, as numbers.
             scales: Gives what to say of the present loss scales.
             one_loss: Whether an info tells the loss scale of its step.
             label: What to call the engine.
         """
-        known = (self._streak, self._unseen)
-        for info in infos:
+        streak, unseen = self._streak, self._unseen
+        for count, info in enumerate(infos, 1):
             # NaN where nothing is scaled
             has_scale = one_loss and not math.isnan(info[LOSS_SCALE])
             scale = f'{info[LOSS_SCALE]:g}'.strip if has_scale else scales
             self.record(info[SKIP] > 0, int(info[SKIPS]), int(info[STREAK]), scale, label)
-        if not known[1]:
+            self._unseen = unseen - count
+        if not unseen:
             # a later step was waited for
-            self._streak, self._unseen = known
+            self._streak, self._unseen = streak, 0

@@ -25,7 +25,6 @@ from .clipping import ShardNorm
 from .ddp.reducers import Reducers
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
-from .gradients.shard_gradients import ShardGradients
 from .gradients.store import Fp32Sums, ScaledGradients
 from .loss_scale import LossScaler, LossScales
 from .overflow import Overflow, OverflowMonitor, StepResult
@@ -73,7 +72,6 @@ class EngineParts:
         monitor: What the host knows of skipped steps.
         gradients: Where gradients wait for the step.
         ddp, shard_groups: The DDP modules that average them, and the groups of FSDP2 that do.
-        shard_gradients: What keeps gradients of shards in 16-bit; None where they are in FP32, or nothing is sharded.
         snapshots: The buffers as they were before the forward calls of the present step; none where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch, block_watch: Warn of gradients that did not come from ``amp.scale_loss``, or are clipped before; or None.
@@ -103,7 +101,6 @@ class EngineParts:
         self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
         self.ddp = Reducers(None, self.weights)
         self.shard_groups: list[Any] = []
-        self.shard_gradients: ShardGradients | None = None
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
@@ -128,10 +125,8 @@ class EngineParts:
         """The model was let go."""
         self.ddp = Reducers(None, self.weights)
         self.shard_groups = []
-        if self.shard_gradients is not None:
-            self.shard_gradients.remove()
         self.params = Masters(self.optimizer)
-        self.shard_gradients = self.casts = None
+        self.casts = None
         self.snapshots = ()
         self.stage = Stage.DETACHED
 

@@ -20,7 +20,7 @@ from ..optim.fused import FusedOptimizer, Update
 from ..shards import local
 from .clipping import GradientClip, ShardNorm
 from .gradients.unscale import nonfinite_names
-from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
+from .host_read import LateRead, flagged, has_pre_hooks, takes_flag
 from .overflow import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of, what_to_try
 from .parts import EngineParts, Stage
 
@@ -112,8 +112,6 @@ class FusedStep:
             parts.settle_buffers(words['found_inf'])
             if not done and not overflow.is_own:
                 words['learned'] = overflow.learned(0)
-        if clip is not None and clip.raises_on_nonfinite and 'norm' in words:
-            clip.refuse_nonfinite(words['norm'], words.get('found_inf'), scales.is_dynamic)
         return words
 
     def gradients(self, clip: GradientClip | None, lists: StepLists) -> list[Tensor | None] | None:
@@ -187,12 +185,10 @@ class EagerStep:
         assert optimizer is not None
         raises = clip is not None and clip.raises_on_nonfinite
         waits = scales.check and parts.monitor.must_wait
-        if parts.shard_gradients is not None:
-            # unscaled and clipped in place
-            parts.shard_gradients.widen()
-        known = self._unscale(clip)
-        total = parts.agree(self._shard_norm(clip))
-        known = known if total is None else total
+        if not parts.gradients.unscaled:
+            flag = parts.overflow.found(0) if scales.check else None
+            parts.gradients.unscale(parts.params, scales.first.inverse_scale(), flag)
+        known = parts.agree(self._shard_norm(clip))
         skip = parts.overflow.skipped() if scales.check else None
         parts.settle_buffers(skip)
         by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
@@ -205,21 +201,19 @@ class EagerStep:
             norm = clip.apply(parts.params.parameters(), known)
         found, skips, streak = late.wait() if late is not None else (0.0, 0.0, 0.0)
         skipped = found > 0
-        if raises and known is not None and parts.params.layout.groups:
-            assert clip is not None
-            clip.refuse_nonfinite(known, skip, scales.is_dynamic)
-        if raises and skipped and not scales.is_dynamic:
-            # asked for by the user, and no dynamic scale is there that would learn from the overflow
-            assert clip is not None
-            clip.apply(parts.params.parameters())
-            raise RuntimeError('The total norm of gradients is non-finite on another rank, so it cannot be clipped.')
+        # a dynamic scale learns from the overflow
+        if raises and (not scales.is_dynamic if skipped else known is not None and not known.isfinite()):
+            raise RuntimeError(
+                'The total norm of gradients is non-finite, here or on another rank, so it cannot be clipped. '
+                'error_if_nonfinite=False skips such steps where gradients are checked.'
+            )
         if not skipped:
             if clip is not None and norm is None:
                 norm = clip.apply(parts.params.parameters(), known)
-            copy = parts.params.write_weights if parts.params.have_fp32_values else None
-            skipping = flagged(optimizer, skip) if by_flag and skip is not None else nullcontext()
-            with late_gradients(optimizer), skipping, before_post_hooks(optimizer, copy):
+            with flagged(optimizer, skip) if by_flag and skip is not None else nullcontext():
                 parts.own_step(kwargs)
+            if parts.params.have_fp32_values:
+                parts.params.write_weights()
         scales.update(parts.overflow, parts.device)
         if by_flag:
             parts.monitor.pass_unseen()
@@ -228,20 +222,10 @@ class EagerStep:
             record(parts, skipped, int(skips) + skipped, (int(streak) + 1) * skipped)
         return result_of(parts, skipped, None, norm, skip)
 
-    def _unscale(self, clip: GradientClip | None) -> Tensor | None:
-        """Gradients where the optimizer looks for them; their Euclidean norm, where it came with the same pass."""
-        parts = self._parts
-        if parts.gradients.unscaled:
-            return None
-        # where no master is, sums stay in torch's order: O1 clips with the bits of mmengine's wrapper
-        norm = clip is not None and clip.is_euclidean and bool(parts.params.pairs) and not parts.params.layout.groups
-        flag = parts.overflow.found(0) if parts.scales.check else None
-        return parts.gradients.unscale(parts.params, parts.scales.first.inverse_scale(), flag, norm)
-
     def _shard_norm(self, clip: GradientClip | None) -> ShardNorm | None:
         """This rank's part of the norm of sharded gradients, which are unscaled by now; None where torch finds the norm."""
         layout = self._parts.params.layout
-        if clip is None or clip.kind != 'norm' or not clip.fits_prologue or not layout.groups:
+        if clip is None or clip.kind != 'norm' or not clip.is_simple or not layout.groups:
             return None
         chosen = [
             (p.grad, count)
@@ -311,8 +295,6 @@ class StepChecks:
 
 def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Mapping[str, Any]) -> StepResult:
     """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
-    if parts.shard_gradients is not None:
-        parts.shard_gradients.widen()
     norm = None if clip is None else clip.apply(parts.params.parameters())
     parts.settle_buffers(None)
     parts.own_step(kwargs)

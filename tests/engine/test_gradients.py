@@ -383,7 +383,6 @@ def test_weights_whose_masters_have_the_gradient_have_none(level: str) -> None:
 # -- clipping --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason='engine')
 def test_kind_of_norm_is_checked() -> None:
     with pytest.raises(AmpConfigError, match='norm_type'):
         Training('O2', clip_grad={'max_norm': 1, 'norm_type': 'two'})

@@ -413,6 +413,5 @@ class Outer(SGD):
         self.inner.param_groups, self.inner.parent = self.param_groups, self
 
 
-@pytest.mark.xfail(strict=True, reason='engine', raises=RecursionError)
 def test_optimizers_that_hold_each_other_are_initialised() -> None:
     Training('O1', 'amp', Outer)

@@ -327,11 +327,8 @@ class UnscaledGradients(ScaledGradients):
         """The unscaled gradient of each parameter, for a fused step."""
         return attributes.gradients(lists.parameters)
 
-    def unscale(
-        self, params: Masters, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
-    ) -> Tensor | None:
+    def unscale(self, params: Masters, inverse_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Nothing: done at each backward pass."""
-        return None
 
     def restore(self, gradients: Sequence[Tensor | None], lists: StepLists) -> None:
         """Put back what :meth:`save` gave; not changed, and not aliased."""

@@ -127,30 +127,23 @@ class ScaledGradients:
         direct = {id(weight): grad for (weight, _), grad in zip(pairs, found)}
         return lambda weight: ops.add_gradients(sums.get(weight), direct.get(id(weight)))
 
-    def unscale(
-        self, params: Masters, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
-    ) -> Tensor | None:
+    def unscale(self, params: Masters, inverse_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Bring unscaled gradients to where the optimizer looks for them.
 
         Args:
             params: What it steps.
             inverse_scale: float32 scalar, or None for 1.
             found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
-            norm: Whether to find their Euclidean norm in the same pass.
-
-        Returns:
-            The norm, where it was asked for and came with the pass.
         """
         beside = self._beside(params.pairs)
         # unscaled in place where the weight has none
         masters = [master for _, master in params.pairs]
         before = [None if grad is None else grad.clone() for grad in attributes.gradients(masters)]
-        found = unscale_to_masters(params.pairs, params.without_master(), inverse_scale, found_inf, beside, norm)
+        unscale_to_masters(params.pairs, params.without_master(), inverse_scale, found_inf, beside)
         self._before_step = list(zip(masters, before))
         if self.sums is not None:
             # they are the masters' gradients now
             self.sums.clear()
-        return found
 
     def save(self, lists: StepLists) -> list[Tensor | None]:
         """Copies of the gradients of an open accumulation, in the order of the groups, for a checkpoint."""

@@ -27,8 +27,7 @@ def unscale_to_masters(
     inverse_scale: Tensor | None,
     found_inf: Tensor | None,
     fp32_sum: Callable[[Tensor], Tensor | None] | None = None,
-    norm: bool = False,
-) -> Tensor | None:
+) -> None:
     """Bring scaled gradients to where the optimizer looks for them, unscaled.
 
     Args:
@@ -37,13 +36,8 @@ def unscale_to_masters(
         inverse_scale: float32 scalar, or None for 1.
         found_inf: float32 scalar set to 1.0 where a gradient element is non-finite, in place; None for no check.
         fp32_sum: Gives the FP32 gradient of a weight where it was summed beside ``.grad``, else None. None: there are none.
-        norm: Whether to find the Euclidean norm in the same pass.
 
     Sparse gradients are coalesced and stay sparse.
-
-    Returns:
-        The norm of the unscaled gradients, a float32 scalar, where it was asked for; None where it would leave something out or
-        count something in that is not clipped: sparse gradients, frozen parameters, and those that were not unscaled.
 
     Raises:
         AmpUsageError: A gradient shares memory with another, or has elements that share it. No gradient changes then.
@@ -52,15 +46,10 @@ def unscale_to_masters(
     changes = _Changes([], [], [], [])
     changes.to_masters(list(pairs), found_inf, fp32_sum)
     changes.in_place(own, fp32_sum, acts)
-    total_norm = None
     with refused_gradients():
-        if norm and acts and changes.sources and changes.are_clipped():
-            total_norm = ops.multi_tensor_scale_l2norm(changes.sources, changes.targets, inverse_scale, found_inf)
-        else:
-            ops.multi_tensor_scale(local(changes.sources), local(changes.targets), inverse_scale, found_inf)
+        ops.multi_tensor_scale(local(changes.sources), local(changes.targets), inverse_scale, found_inf)
     if changes.results:
         attributes.set_gradients(*zip(*changes.results))
-    return total_norm
 
 
 @dataclasses.dataclass
@@ -154,12 +143,6 @@ class _Changes:
         self.sources.append(gradient._values())
         self.targets.append(result._values())
         self.results.append((parameter, result))
-
-    def are_clipped(self) -> bool:
-        """Whether clipping looks at all of these gradients, as dense ones."""
-        return all(parameter.requires_grad for parameter in self.parameters) and not any(
-            result is not None and result.is_sparse for _, result in self.results
-        )
 
 
 @contextlib.contextmanager
