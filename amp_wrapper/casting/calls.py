@@ -76,7 +76,9 @@ def _trace(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any,
 
 
 def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
-    caller = _first_half(args, kwargs) if rule.warning or rule.gives_back else None
+    asks = rule.warning or rule.gives_back
+    halves = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.dtype in HALF_TYPES] if asks else []
+    caller = halves[0] if halves else None
     if caller is not None and rule.warning:
         said_once.warn_once(rule.warning)
     device = _device(module, args, kwargs) if rule.sets_autocast else 'cpu'
@@ -98,13 +100,6 @@ def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, k
     if rule.clamps:
         return Copies(dtype).cast(result)
     return cast_tensors(result, dtype, _FLOAT32 if rule.gives_back else CASTABLE, rule.enter)
-
-
-def _first_half(args: Any, kwargs: Any) -> torch.dtype | None:
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.dtype in HALF_TYPES:
-            return tensor.dtype
-    return None
 
 
 def _device(module: nn.Module, args: Any, kwargs: Any) -> str:

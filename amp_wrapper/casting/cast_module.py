@@ -50,20 +50,14 @@ class CastModule(nn.Module):
 
     def _call_own(self, *args: Any, **kwargs: Any) -> Any:
         """As ``_call_impl``, where the class of the module has a ``__call__`` of its own."""
-        call = super().__call__
-        if self._amp_wrapper_link.watchers and not torch.compiler.is_compiling():
-            return calls.watched(self, call, args, kwargs)
-        return calls.by_rule(self, call, args, kwargs)
+        is_watched = self._amp_wrapper_link.watchers and not torch.compiler.is_compiling()
+        return (calls.watched if is_watched else calls.by_rule)(self, super().__call__, args, kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Refuses half(), float(), to(dtype) and their like, and moves masters with their weights."""
         for module in self.modules():
             # before anything is changed
-            if (
-                isinstance(module, CastModule)
-                and module._amp_wrapper_rule is not None
-                and module._amp_wrapper_link.is_attached
-            ):
+            if isinstance(module, CastModule) and module._amp_wrapper_rule and module._amp_wrapper_link.is_attached:
                 checks.refuse_conversion(module, fn, module._amp_wrapper_rule.model.level)
         fp32_values.agree(self.parameters(recurse=False))
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -92,11 +86,8 @@ class CastModule(nn.Module):
         with _plain(self, '__reduce__', '__reduce_ex__', '__getstate__', '__getnewargs_ex__', '__getnewargs__'):
             own: Any = super() if isinstance(self, CastModule) else self
             make, words, *rest = own.__reduce_ex__(max(protocol, 2))
-        return (
-            _cast_again,
-            (make, tuple(base if word is type(self) else word for word in words), self._amp_wrapper_rule),
-            *rest,
-        )
+        words = tuple(base if word is type(self) else word for word in words)
+        return _cast_again, (make, words, self._amp_wrapper_rule), *rest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         memo[id(self._amp_wrapper_rule)] = self._amp_wrapper_rule
@@ -273,11 +264,7 @@ def put(module: nn.Module, rule: Rule) -> Link:
 
 def _call_compiled(module: ReferenceType[CastModule], call: Any, *args: Any, **kwargs: Any) -> Any:
     found = module()
-    return (
-        call(*args, **kwargs)
-        if found is None or not isinstance(found, CastModule)
-        else calls.by_rule(found, call, args, kwargs)
-    )
+    return calls.by_rule(found, call, args, kwargs) if isinstance(found, CastModule) else call(*args, **kwargs)
 
 
 def take_off(module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from .. import shards
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..policy.levels import Policy, dtype_name
 from ..policy.nested import CASTABLE, HALF_TYPES, parameters_of
+from .modules import own_tensors
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -180,8 +180,7 @@ def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor], level: 
 
     Every module of a cast model that has tensors does so before its own are changed.
     """
-    own = itertools.chain(module._parameters.values(), module._buffers.values())
-    for dtype, device in {(t.dtype, t.device) for t in own if t is not None and t.dtype in CASTABLE}:
+    for dtype, device in {(t.dtype, t.device) for _, t in own_tensors(module) if t.dtype in CASTABLE}:
         try:
             with torch.no_grad():
                 made = fn(torch.empty(0, dtype=dtype, device=device))

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -186,35 +186,32 @@ def _likes(shapes: _Shapes, trained: Counter[_Shapes]) -> int:
     return sum(count for other, count in trained.items() if shapes == other or (is_network and shapes < other))
 
 
-def kept_inputs(module: nn.Module, policy: Policy) -> dict[str, int]:
-    """The arguments of ``forward`` that ``keep_inputs`` names, with their places; -1 for those that are given by name alone."""
-    found: dict[str, int] = {}
-    for place, (name, parameter) in enumerate(_arguments(module, policy).items()):
-        if parameter.kind is parameter.VAR_KEYWORD:
-            found = {**dict.fromkeys(policy.keep_inputs, -1), **found}
-        elif name in policy.keep_inputs and parameter.kind is not parameter.VAR_POSITIONAL:
-            found[name] = -1 if parameter.kind is parameter.KEYWORD_ONLY else place
-    return found
+def kept_inputs(roots: Roots, policy: Policy) -> dict[int, tuple[tuple[str, int], ...]]:
+    """Find the arguments of ``forward`` that ``keep_inputs`` names, by id of the module, with their places in ``args``.
 
-
-def _arguments(module: nn.Module, policy: Policy) -> Mapping[str, inspect.Parameter]:
-    """Those of its ``forward``, where one may be meant: not those of torch's own modules."""
-    is_meant = policy.keep_inputs and not type(module).__module__.startswith('torch.nn.')
-    return inspect.signature(module.forward).parameters if is_meant else {}
-
-
-def check_inputs(roots: Roots, policy: Policy) -> None:
-    """Check ``keep_inputs`` against the arguments of the forward methods of a model.
+    The place is -1 for those that are given by name alone. Modules of torch itself are not looked at.
 
     Raises:
-        AmpConfigError: A name that none of them has.
+        AmpConfigError: A name that no ``forward`` of the model has.
     """
-    found = {name for module in _modules(roots) for name in kept_inputs(module, policy)}
-    known = dict.fromkeys(name for module in _modules(roots) for name in _arguments(module, policy))
-    problems = [
-        f'keep_inputs={name!r} is no argument of a forward of the model{nearest(name, known)}. They have {some(known)}.'
-        for name in policy.keep_inputs
-        if name not in found
-    ]
-    if problems:
-        raise AmpConfigError(problems)
+    found: dict[int, tuple[tuple[str, int], ...]] = {}
+    known: dict[str, None] = {}
+    own = [module for module in _modules(roots) if not type(module).__module__.startswith('torch.nn.')]
+    for module in own if policy.keep_inputs else ():
+        parameters, kept = inspect.signature(module.forward).parameters, dict[str, int]()
+        known.update(dict.fromkeys(parameters))
+        for place, (name, parameter) in enumerate(parameters.items()):
+            if parameter.kind is parameter.VAR_KEYWORD:
+                kept = {**dict.fromkeys(policy.keep_inputs, -1), **kept}
+            elif name in policy.keep_inputs and parameter.kind is not parameter.VAR_POSITIONAL:
+                kept[name] = -1 if parameter.kind is parameter.KEYWORD_ONLY else place
+        found[id(module)] = tuple(kept.items())
+    missing = set(policy.keep_inputs).difference(name for kept in found.values() for name, _ in kept)
+    if missing:
+        raise AmpConfigError(
+            [
+                f'keep_inputs={name!r} is no argument of a forward of the model{nearest(name, known)}. They have {some(known)}.'
+                for name in sorted(missing)
+            ]
+        )
+    return found

@@ -20,9 +20,8 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def module_device(module: nn.Module) -> torch.device:
     """The device of the first parameter or buffer; the CPU for a module without any."""
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        return tensor.device
-    return torch.device('cpu')
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), torch.device('cpu'))
 
 
 def class_name(module: nn.Module) -> str:

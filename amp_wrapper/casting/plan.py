@@ -19,7 +19,7 @@ from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
 from . import cast_module, checks, computed_weights, fp32_values, region, shard_check, state_dicts
-from .kept import BATCHNORM, FOLLOWS, SHARED, check_inputs, kept_inputs, kept_modules
+from .kept import BATCHNORM, FOLLOWS, SHARED, kept_inputs, kept_modules
 from .modules import is_loss, is_table, own_tensors
 from .rule import Model, Rule
 
@@ -82,7 +82,7 @@ class CastPlan:
             self._refuse(name, root)
         self.kept = kept_modules(self.roots, policy, average, covers_forward)
         self.momentum = [why.name for why in self.kept.values() if why.reason == FOLLOWS]
-        check_inputs(self.roots, policy)
+        self._kept_inputs = kept_inputs(self.roots, policy)
         self._roles: dict[nn.Module, Role] = {}
         for _, root in self.roots:
             self._give_roles(root, root, is_inside=False)
@@ -210,10 +210,8 @@ class CastPlan:
             cast_module.take_off(module)
         for tensor in self.raised:
             cast_in_place(tensor, torch.float32)
-        if policy.casts_model:
-            assert policy.cast_model_type is not None
-            for tensor in (*self.parameters.values(), *self._buffers):
-                cast_in_place(tensor, policy.cast_model_type)
+        for tensor in (*self.parameters.values(), *self._buffers) if policy.casts_model else ():
+            cast_in_place(tensor, policy.cast_model_type or torch.float32)
         for module, rule in rules.items():
             cast_module.put(module, rule).is_attached = True
             if rule.model.casts and self._roles[module] is Role.CAST:
@@ -270,7 +268,7 @@ class CastPlan:
                 covers,
                 inputs=rule.inputs or dtype,
                 sources=rule.sources,
-                kept=tuple(kept_inputs(root, policy).items()) if dtype is not None else (),
+                kept=self._kept_inputs.get(id(root), ()) if dtype is not None else (),
                 # a validation loop may autocast by itself
                 only_eval=policy.cast_model_outputs is None and dtype is None and not casts_ops,
                 sets_autocast=self._covers or rule.sets_autocast,
@@ -298,7 +296,7 @@ class CastPlan:
         if role is Role.CAST and half is not None:
             sources = computed_weights.sources_of(module)
             is_cast = is_parametrized(module) or any(weight.dtype in CASTABLE for weight in (*weights, *sources))
-            kept = tuple(kept_inputs(module, policy).items())
+            kept = self._kept_inputs.get(id(module), ())
             if is_cast or kept:
                 return replace(plain, inputs=half if is_cast else None, kept=kept)
         has_methods = policy.runs_16_bit and any(hasattr(type(module), name) for name in cast_module.ENTRY_METHODS)
