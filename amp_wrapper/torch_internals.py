@@ -23,8 +23,6 @@ from torch.utils import _python_dispatch, checkpoint
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
 #: The torch that is there, as (2, 13).
 VERSION = tuple(int(number) for number in torch.__version__.split('.')[:2])
-#: Whether what DDP broadcasts into buffers moves their version counters: so in 2.6, not in 2.13, unknown in between.
-COUNTS_BROADCASTS = VERSION < (2, 13)
 
 # -- the dispatcher, autograd and tensors ------------------------------------------------------------------------------
 

@@ -250,10 +250,7 @@ def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
         {
             'foreign_found_inf': schema.Maybe(schema.FLAG),
             'buffers': schema.Is('', _TENSORS.fits, '{path} must be a dict of tensors by name.'),
-            'averages': schema.Is(
-                '',
-                schema.ListOf(schema.Record({'before': _TENSORS, 'now': _TENSORS})).fits,
-                "{path} must be a list of dicts 'before' and 'now' of tensors by name.",
-            ),
+            # of files of 0.2.0, which restored those as well
+            'averages': schema.ListOf(schema.Record({'before': _TENSORS, 'now': _TENSORS})),
         },
     )
