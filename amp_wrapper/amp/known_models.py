@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..casting import fp32_values
-from ..engine.host_read import mark_harmless
 from ..engine.pass_watch import is_scaled, note_scaled
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.levels import Policy
@@ -64,7 +63,8 @@ def remember(
             if not is_ours(optimizer):
                 _check_step(optimizer, stepped)
 
-        register_optimizer_step_pre_hook(mark_harmless(check))
+        check.sees_no_gradient = True  # type: ignore[attr-defined]
+        register_optimizer_step_pre_hook(check)
 
 
 @contextmanager

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..torch_internals import hooks_of_all_steps, hooks_of_steps
-
-_harmless: list[Callable[..., Any]] = []
 
 
 class LateRead:
@@ -58,14 +55,8 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = any(not any(hook is ours for ours in _harmless) for hook in hooks_of_all_steps('pre').values())
+    others = any(not hasattr(hook, 'sees_no_gradient') for hook in hooks_of_all_steps('pre').values())
     return others or bool(hooks_of_steps(optimizer, 'pre'))
-
-
-def mark_harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A global hook that looks at no gradient: :func:`has_pre_hooks` does not count it."""
-    _harmless.append(hook)
-    return hook
 
 
 @contextlib.contextmanager

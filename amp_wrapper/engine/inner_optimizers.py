@@ -1,8 +1,7 @@
-"""Optimizers inside an optimizer, which step the same groups: SAM's base optimizer, Lookahead's.
+"""Optimizers inside an optimizer, which step the same groups (SAM's base optimizer), and direct calls of ``step()``.
 
-The outer one does its work around that step, in methods that this package does not know (``first_step``,
-``second_step``) and with closures that run in the middle. So the inner ``step`` is where gradients are used: it is
-taken or skipped, and the loss scale is updated there, whoever calls it.
+The outer one does its work around that step, in methods that this package does not know, and with closures that run in the
+middle. So the inner ``step`` is where gradients are used: it is taken or skipped, and the loss scale is updated there.
 """
 
 from __future__ import annotations
@@ -11,10 +10,13 @@ import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 from torch.optim import Optimizer
 
+from ..errors import AmpUsageError
 from ..ops.attributes import same
+from .parts import EngineParts
 
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
@@ -28,20 +30,43 @@ def inside(optimizer: Optimizer) -> list[Optimizer]:
     return found[1:]
 
 
-def lead(inner: Optimizer, is_under_way: Callable[[], bool], take: Callable[..., Any]) -> None:
-    """Let ``step`` of an inner optimizer lead through the engine of the outer one, unless that one's own step calls it.
+def lead(optimizer: Optimizer, is_allowed: Callable[[], bool], otherwise: Callable[..., Any]) -> None:
+    """Let ``step`` of an optimizer be called where that is allowed, and do something else elsewhere.
 
     Args:
-        inner: Its ``step`` becomes an attribute of the object, which torch neither pickles nor copies.
-        is_under_way: Whether a step of the outer optimizer runs that leads through the engine already.
-        take: Takes the inner optimizer's own ``step`` and the arguments of the call.
+        optimizer: Its ``step`` becomes an attribute of the object, which torch neither pickles nor copies.
+        is_allowed: Whether it may be called now.
+        otherwise: Takes the optimizer's own ``step`` and the arguments of the call.
     """
-    own_step = inner.step
+    own_step = optimizer.step
 
     @functools.wraps(getattr(own_step, '__func__', own_step))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if is_under_way():
-            return own_step(*args, **kwargs)
-        return take(own_step, args, kwargs)
+        return own_step(*args, **kwargs) if is_allowed() else otherwise(own_step, args, kwargs)
 
-    inner.step = MethodType(step, inner)  # type: ignore[method-assign]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def refuse_direct_steps(parts: EngineParts) -> None:
+    """Refuse ``step()`` of an engine's optimizer, and of those inside of it, while gradients wait for the engine's own step.
+
+    Args:
+        parts: Of the engine; not kept alive.
+    """
+    assert parts.optimizer is not None
+    name, engine = type(parts.optimizer).__name__, ref(parts)
+
+    def is_allowed() -> bool:
+        found = engine()
+        return found is None or found.steps or not found.awaits_step
+
+    def refuse(*_: Any) -> None:
+        raise AmpUsageError(
+            f'{name}.step() beside the wrapper that holds the optimizer: the gradients of its backward() carry the loss scale, '
+            f'or have not come to the FP32 masters yet. Call optim_wrapper.step() or optim_wrapper.update_params(loss). '
+            f'Optimizers whose steps have parts of their own, as first_step() and second_step() of SAM, train through '
+            f'amp.initialize(model, optimizer) and amp.scale_loss.'
+        )
+
+    for each in (parts.optimizer, *inside(parts.optimizer)):
+        lead(each, is_allowed, refuse)

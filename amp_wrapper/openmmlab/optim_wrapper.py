@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..checkpoint import amp_part
 from ..compiler_internals import eager_block
-from ..engine import AmpEngine, held_optimizers
+from ..engine import AmpEngine, inner_optimizers
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
 from ..policy import OptLevel, Policy
@@ -205,7 +205,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if not self._engine.attached:
             attaching.attach(self._engine, model, foreign)
-            held_optimizers.hold(self.optimizer, self._engine.parts)
+            inner_optimizers.refuse_direct_steps(self._engine.parts)
 
     def detach(self) -> None:
         """Give the model its FP32 weights (the masters) and the optimizer its own parameters. Under DDP, on every rank.
