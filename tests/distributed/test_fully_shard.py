@@ -176,6 +176,7 @@ CLIPS: dict[str, dict[str, Any]] = {
     'sum': dict(max_norm=1.0, norm_type=1),
     'value': dict(type='value', clip_value=0.01),
     'raises': dict(max_norm=0.5, error_if_nonfinite=True),
+    'above': dict(max_norm=100.0),
 }
 
 
