@@ -240,18 +240,17 @@ def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tens
 
 
 def watch_buffers(parts: EngineParts, named: Sequence[tuple[str, nn.Module]], leave: tuple[type, ...] = ()) -> None:
-    """Restore buffers after skipped steps from now on, where steps may be skipped; several optimizers by one snapshot."""
-    if not named or parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
+    """Restore buffers after skipped steps from now on, where steps may be skipped; optimizers of a model share its snapshot."""
+    if parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
         return
-    listeners = [each for _, model in named for each in before_calls(model)]
-    shared = [snapshot for each in listeners for snapshot in each.snapshots]
-    shared += [snapshot for other in parts.others if isinstance(other, EngineParts) for snapshot in other.snapshots]
-    parts.snapshots = tuple(dict.fromkeys(shared)) or (BufferSnapshot(),)
     for name, model in named:
-        if not any(model in snapshot for snapshot in parts.snapshots):
-            parts.snapshots[0].add(model, name, leave)
-    for each in listeners:
-        each.snapshots.update(parts.snapshots)
+        listeners = before_calls(model)
+        known = [snapshot for each in listeners for snapshot in each.snapshots if model in snapshot]
+        snapshot = known[0] if known else BufferSnapshot()
+        snapshot.add(model, name, leave)
+        for each in listeners:
+            each.snapshots.add(snapshot)
+        parts.snapshots = tuple(dict.fromkeys((*parts.snapshots, snapshot)))
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:

@@ -3,8 +3,8 @@
 Whatever goes through ``optimizer.param_groups`` writes to FP32 masters: SAM, schedulefree, Lookahead, a clamp, the swap of an
 average. The 16-bit weights follow before a model computes with them, whoever calls it, in training and evaluation.
 
-No graph of torch.compile has that in it. What was traced once is done before whatever is compiled is called from then on: torch
-shares graphs between all that is compiled of one function, and nobody sees which graphs a call will run.
+No graph of torch.compile has that in it. Once a call has been traced, it is done for all models before whatever is compiled is
+called: torch shares graphs between models of one class, and nobody sees which graphs a call will run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class BeforeCalls:
     def __init__(self) -> None:
         self.masters: WeakSet[Masters] = WeakSet()
         self.snapshots: WeakSet[BufferSnapshot] = WeakSet()
+        _all.add(self)
 
     def before_call(self) -> None:
         """A call begins, which may be becoming part of a graph."""
@@ -50,9 +51,7 @@ class BeforeCalls:
     def is_traced(self) -> bool:
         """The call is becoming part of a graph."""
         _listen()
-        if self not in _traced:
-            _traced.add(self)
-            self.before_graph()
+        self.before_graph()
         return True
 
     def before_graph(self) -> None:
@@ -80,10 +79,10 @@ class BeforeCalls:
     def after_load(self, module: nn.Module, keys: Iterable[str]) -> None:
         """A module has loaded some of its buffers."""
         for snapshot in self.snapshots:
-            snapshot.take(module, keys)
+            snapshot.note_loaded(module, keys)
 
 
-_traced: WeakSet[BeforeCalls] = WeakSet()
+_all: WeakSet[BeforeCalls] = WeakSet()
 
 
 @functools.cache
@@ -93,7 +92,7 @@ def _listen() -> None:
 
 @untraced
 def _before_graphs() -> None:
-    for each in list(_traced):
+    for each in list(_all):
         each.before_graph()
 
 

@@ -12,12 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops, torch_internals
+from ..casting.modules import is_batchnorm
 from ..ops import attributes
 
 #: Larger buffers (in bytes) are copied only if they ever change, after the first step: most are constant tables.
@@ -26,58 +27,60 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BufferSnapshot:
-    """The buffers of the models that one or several optimizers train, as they were when the present step began.
+    """The buffers of a model as they were when the first call since the last step began.
 
-    A step that any of the optimizers skips restores all of them, and any step ends what it has begun. NaN that was not there
-    before is restored in any case: calls may have left it of which no step comes.
+    A step of any optimizer of the training ends what has begun; a skipped one restores everything. NaN where there was none,
+    and infinities in the statistics of norms, are restored in any case: calls may have left them of which no step comes.
     """
 
     def __init__(self) -> None:
-        self._models: WeakSet[nn.Module] = WeakSet()
         # by name: the buffers of the module that it belongs to, and its key there
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         self._names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+        self._of_norms: set[str] = set()
         # as last looked at: what there was, what of it can be copied, and where that lay
         self._seen: list[Tensor | None] = []
         self._tensors: dict[str, Tensor] = {}
         self._addresses = b''
-        # the large ones among them, as they were looked at first, and those that have changed since
-        self._first: dict[str, tuple[int, int]] = {}
-        self._moving: list[str] = []
+        # large buffers and their versions, as last looked at; those that have ever changed, and those that are copied
+        self._marks: dict[str, tuple[Tensor, int]] = {}
+        self._moved: set[str] = set()
+        self._copied: set[str] = set()
         self._groups: list[_Group] = []
         # whether the copies are those of the present step
         self._is_live = False
         # copies of a checkpoint, until the buffers are there that were saved with them
         self._loaded: dict[str, Tensor] = {}
 
-    def add(self, model: nn.Module, prefix: str = '', leave: tuple[type, ...] = ()) -> None:
-        """Restore the buffers of a model, too, from the next step on.
+    def add(self, model: nn.Module, prefix: str, leave: tuple[type, ...]) -> None:
+        """Restore the buffers of a model from the next step on; of one that is known, those that have come since.
 
         Args:
             model: Not wrapped.
-            prefix: Of the names of its buffers, in files; they have another one where there are models already.
+            prefix: Of the names of its buffers, in files.
             leave: Classes of modules to leave alone.
         """
-        prefix = prefix or (f'models[{len(self._models)}]' if self._models else '')
-        self._models.add(model)
         left = {each for module in model.modules() if isinstance(module, leave) for each in module.modules()}
         for name, module in model.named_modules(prefix=prefix):
-            if module._buffers and module not in left:
+            if module._buffers and module not in left and module not in self._names:
                 names = self._names[module] = {key: f'{name}.{key}' if name else key for key in module._buffers}
                 self._slots |= {name: (module._buffers, key) for key, name in names.items()}
+                if isinstance(module, torch_internals.BatchOrInstanceNorm) or is_batchnorm(module):
+                    self._of_norms.update(names.values())
 
     def __contains__(self, model: nn.Module) -> bool:
-        return model in self._models
+        return any(module in self._names for module in model.modules())
 
     def begin(self) -> None:
         """A forward call begins, or a graph that has one in it; the first one since the last step copies."""
         if self._is_live or not torch.is_grad_enabled() or torch_internals.in_function_transform():
             return
         self._is_live = True
+        known = set(self._marks)
         is_new = self._look()
-        moving = [name for name, tensor in self._tensors.items() if tensor.nbytes > LARGE and self._moves(name, tensor)]
-        if is_new or moving != self._moving:
-            self._moving = moving
+        copied = {name for name in self._marks if name in self._moved or name not in known}
+        if is_new or copied != self._copied:
+            self._copied = copied
             self._group()
         for group in self._groups:
             group.copy(self._loaded)
@@ -90,25 +93,28 @@ class BufferSnapshot:
         if is_new:
             self._seen = seen
             self._tensors = {n: t for n, t in zip(self._slots, seen) if t is not None and _can_be_copied(t)}
+            large = [name for name, tensor in self._tensors.items() if tensor.nbytes > LARGE]
+            self._marks = {
+                name: self._marks.get(name, (self._tensors[name], self._tensors[name]._version)) for name in large
+            }
+        for name, (tensor, version) in self._marks.items():
+            now = self._tensors[name]
+            if now is not tensor or now._version != version:
+                self._moved.add(name)
+                self._marks[name] = now, now._version
         self._addresses = attributes.addresses(list(self._tensors.values()))
         return is_new or self._addresses != before
 
-    def _moves(self, name: str, tensor: Tensor) -> bool:
-        """Whether a large buffer was never looked at, or has ever changed since."""
-        mark, first = (id(tensor), tensor._version), self._first.get(name)
-        self._first.setdefault(name, mark)
-        return first != mark
-
     def _group(self) -> None:
-        kinds: defaultdict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
+        kinds: defaultdict[tuple[torch.device, torch.dtype, bool], dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in self._tensors.items():
-            if tensor.nbytes <= LARGE or name in self._moving:
-                kinds[tensor.device, tensor.dtype][name] = tensor
+            if name in self._copied or name not in self._marks:
+                kinds[tensor.device, tensor.dtype, name in self._of_norms][name] = tensor
         known = {tuple(group.form.items()): group for group in self._groups}
         self._groups = []
-        for kind in kinds.values():
+        for (*_, is_norm), kind in kinds.items():
             form = {name: _form(tensor) for name, tensor in kind.items()}
-            self._groups.append(known.get(tuple(form.items())) or _Group(form))
+            self._groups.append(known.get(tuple(form.items())) or _Group(form, is_norm))
             self._groups[-1].bind(kind)
 
     def settle(self, flag: Tensor | None) -> None:
@@ -131,20 +137,19 @@ class BufferSnapshot:
                 self._seen = []
         self._is_live = False
 
-    def take(self, module: nn.Module, keys: Iterable[str]) -> None:
+    def note_loaded(self, module: nn.Module, keys: Iterable[str]) -> None:
         """Copy buffers of a module that were loaded: this is what a skipped step restores."""
-        names, copies = self._names.get(module, {}), dict(self._copied())
+        names, copies = self._names.get(module, {}), dict(self._copies())
         for name in [names[key] for key in keys if key in names]:
-            self._first.pop(name, None)
             tensor, copy = module._buffers[self._slots[name][1]], copies.get(name)
             if tensor is not None and copy is not None and tensor.shape == copy.shape:
                 copy.copy_(tensor)
 
     def state(self) -> dict[str, Tensor]:
         """The copies by name, for a checkpoint in the middle of an accumulation; empty where no step is under way."""
-        return {name: copy.clone() for name, copy in (self._loaded.items() or self._copied())}
+        return {name: copy.clone() for name, copy in (self._loaded.items() or self._copies())}
 
-    def _copied(self) -> Iterable[tuple[str, Tensor]]:
+    def _copies(self) -> Iterable[tuple[str, Tensor]]:
         return [pair for group in self._groups for pair in zip(group.form, group.copies)] if self._is_live else []
 
     def load(self, copies: Mapping[str, Tensor]) -> None:
@@ -158,13 +163,14 @@ class _Group:
 
     Args:
         form: Of each buffer, by name.
+        is_norm: Whether they are statistics of norms.
     """
 
-    def __init__(self, form: Mapping[str, tuple[Any, ...]]) -> None:
-        self.form = form
-        self._first, self.copies = _room(form)
+    def __init__(self, form: Mapping[str, tuple[Any, ...]], is_norm: bool) -> None:
+        self.form, self._is_norm = form, is_norm
+        self._before, self.copies = _room(form)
         self._now, self._parts = _room(form)
-        dtype = self._first.dtype
+        dtype = self._before.dtype
         self._has_nan = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
         # of those that can be copied and restored, in one order: themselves, their copies, and room for what they become
         self._bound: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
@@ -183,7 +189,7 @@ class _Group:
         self._bound = tuple(map(list, zip(*found))) if found else ([], [], [])  # type: ignore[assignment]
         # one call for all of them, where no two may be views of one another
         apart = len({tensor.untyped_storage().data_ptr() for tensor, _, _ in found}) == len(found)
-        serves = self._first.dtype in ops.COMPILED_DTYPES and ops.backend_of(self._first.device) != 'reference'
+        serves = self._before.dtype in ops.COMPILED_DTYPES and ops.backend_of(self._before.device) != 'reference'
         self._copy = ops.multi_tensor_copy if apart and serves else _copy_each
 
     @torch.no_grad()
@@ -197,19 +203,20 @@ class _Group:
 
     @torch.no_grad()
     def restore(self, flag: Tensor | None) -> None:
-        """Select between the buffers and their copies: these where the flag is up, and in place of NaN."""
+        """Select between the buffers and their copies: these where the flag is up, and where numbers have been lost."""
         tensors, _, parts = self._bound
         back = None if flag is None else flag.to(self._now.device) > 0
         if back is None and not self._has_nan:
             return
         self._copy(tensors, parts)
         if self._has_nan:
-            nan = self._now.isnan() & ~self._first.isnan()
-            back = nan if back is None else back | nan
+            now, before = self._now, self._before
+            lost = before.isfinite() & ~now.isfinite() if self._is_norm else now.isnan() & ~before.isnan()
+            back = lost if back is None else back | lost
         # by bits: there are types that cannot be selected
         bits = _BITS.get(self._now.element_size(), self._now.dtype)
-        first, now = self._first.view(bits), self._now.view(bits)
-        torch.where(back, first, now, out=now)  # type: ignore[arg-type]
+        before, now = self._before.view(bits), self._now.view(bits)
+        torch.where(back, before, now, out=now)  # type: ignore[arg-type]
         self._copy(parts, tensors)
 
 

@@ -207,8 +207,12 @@ class EngineParts:
             self.steps = False
 
     def settle_buffers(self, flag: Tensor | None) -> None:
-        """The step is taken, or skipped where ``flag`` is up: what forward calls did to buffers stays, or is undone."""
-        for snapshot in self.snapshots:
+        """The step is taken, or skipped where ``flag`` is up: what forward calls did to buffers stays, or is undone.
+
+        Those of all models of the training: losses may have gone through each.
+        """
+        engines = (self, *(other for other in self.others if isinstance(other, EngineParts)))
+        for snapshot in dict.fromkeys(snapshot for engine in engines for snapshot in engine.snapshots):
             snapshot.settle(flag)
 
     def stepped(self, result: StepResult) -> None:

@@ -95,6 +95,10 @@ def load_state(parts: EngineParts, state: Mapping[str, Any]) -> list[str]:
         parts.zero_grad()
     scales, dropped, new = parts.scales.load(saved.loss_scalers)
     parts.monitor.start(int(parts.scales.first.counts[2]))
+    engines = [other for other in parts.others if isinstance(other, EngineParts)]
+    for snapshot in () if saved.window or any(each.is_accumulating for each in engines) else parts.snapshots:
+        # of another file
+        snapshot.load({})
     if saved.window is not None:
         if not report.window_fits(saved, policy):
             dropped.append('the gradients of an unfinished accumulation, which belong to another configuration')

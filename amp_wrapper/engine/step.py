@@ -296,8 +296,8 @@ class StepChecks:
 def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Mapping[str, Any]) -> StepResult:
     """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
     norm = None if clip is None else clip.apply(parts.params.parameters())
-    parts.settle_buffers(None)
     parts.own_step(kwargs)
+    parts.settle_buffers(None)
     parts.stage = Stage.READY
     return result_of(parts, False, None, norm)
 

@@ -146,27 +146,21 @@ def test_model_that_is_read_in_another_process(level: str, tmp_path: Path) -> No
     assert same_bits(torch.load(tmp_path / 'out'), net(X))
 
 
-class Reversed(nn.Module):
+class Reversed(nn.LayerNorm):
     """Copies itself with its weights in another order."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.zero = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-
     def __deepcopy__(self, memo: Any) -> Reversed:
-        copied = Reversed()
-        copied._parameters = dict(reversed(copied._parameters.items()))
+        copied = Reversed(4)
+        copied._parameters = dict(reversed(copy.deepcopy(self._parameters, memo).items()))
         return copied
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.one + self.zero
 
 
 @pytest.mark.parametrize('level', LEVELS)
 def test_copy_with_weights_in_another_order(level: str) -> None:
-    net = nn.Sequential(Reversed())
+    net = Reversed(4)
+    expected = net(X)
     amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    assert torch.allclose(copy.deepcopy(net)(X).float(), X, atol=0.01)
+    assert torch.allclose(copy.deepcopy(net)(X), expected, atol=0.05)
 
 
 @pytest.mark.parametrize('level', LEVELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -184,6 +185,21 @@ def test_writes_to_masters_are_seen(level: str, way: str, device: torch.device) 
     assert {tensor.dtype for tensor in found.outputs} == {F32} and not torch.equal(before, after)
     assert torch.allclose(after, eager, rtol=0.05, atol=8 * torch.finfo(HALF[level]).eps)
     assert found.nonzero == []
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_models_of_one_class_share_what_is_done_before_a_graph(level: str, device: torch.device) -> None:
+    fresh()
+    x, nets = torch.rand(8, 4, device=device), [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    pairs = [(TRACED(net), initialized(net.to(device), level, loss_scale=1.0), net) for net in nets]
+    for bad, (call, optimizer, net) in itertools.product((False, True), pairs):
+        before = [buffer.clone() for buffer in net.buffers()]
+        backward(call(x * torch.inf if bad else x).sum(), optimizer)
+        optimizer.step()
+        assert all(map(torch.equal, before, net.buffers())) == bad
+    for call, optimizer, _ in pairs:
+        fill(optimizer, 0.0)
+        assert not call(x).any()
 
 
 # -- steps of a small model -------------------------------------------------------------------------------------------------

@@ -224,30 +224,6 @@ def test_every_way_to_run_a_model_is_restored(door: str, way: str) -> None:
         assert int(model.part[1].count) == 2 * counted  # type: ignore[arg-type]
 
 
-class Interrupted(nn.Module):
-    raises: type[BaseException] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.raises is not None:
-            raise self.raises
-        return x
-
-
-@pytest.mark.parametrize('kind', [ValueError, KeyboardInterrupt])
-def test_a_forward_pass_that_ended_early_is_restored(kind: type[BaseException]) -> None:
-    for level in ('O0', 'O1', 'O2', 'O5'):
-        model = Around(nn.Sequential(nn.BatchNorm1d(3), Interrupted()))
-        run = scripted(level, model)
-        step(run, batch())
-        before = snapshot(model)
-        model.part[1].raises = kind
-        with pytest.raises(kind):
-            run.forward(batch(bad=True))
-        model.part[1].raises = None
-        step(run, batch(bad=True))
-        assert changed(before, model) == [], level
-
-
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +232,8 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.moves:
-            self.table += x.detach().sum()
+            # at the address of one that is gone, perhaps
+            self.table = self.table + x.detach().sum()
         return x
 
 
@@ -266,7 +243,7 @@ def test_a_large_table_is_restored_once_it_has_begun_to_change() -> None:
     step(run, batch())
     model.part.moves = True
     step(run, batch())
-    for _ in range(2):
+    for _ in range(20):
         before = snapshot(model)
         step(run, batch(bad=True))
         assert changed(before, model) == []
@@ -306,8 +283,10 @@ class Pair:
         self.optimizers: Any = {name: SGD(self.model[name].parameters(), lr=0.01) for name in 'gd'}
         self.wrappers: Any = None
         words: dict[str, Any] = dict(opt_level=level, verbosity=0, loss_scale=dict(init_scale=1.0))
-        if api == 'wrapper':
+        if api != 'one session':
             made = {n: AmpOptimWrapper(optimizer=self.optimizers[n], skip_nonfinite=True, **words) for n in 'gd'}
+            for name in 'gd' if api == 'attached before' else '':
+                made[name].attach(self.model[name])
             self.wrappers = OptimWrapperDict(**made)
             self.wrappers.initialize_count_status(self.model, 0, 100)
         else:
@@ -374,23 +353,8 @@ def test_no_nan_is_left_when_all_optimizers_have_stepped(
     assert all(parameter.isfinite().all() for parameter in pair.model.parameters())
 
 
-def test_one_loss_of_two_optimizers_restores_what_both_step() -> None:
-    for level in LEVELS:
-        model = Around(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Probe()))
-        optimizers = [SGD(model.part.parameters(), lr=0.01), SGD([model.scale], lr=0.01)]
-        amp.initialize(model, optimizers, opt_level=level, loss_scale=dict(init_scale=1.0), verbosity=0)
-        for bad in (True, False, True):
-            before = snapshot(model)
-            with amp.scale_loss(model(batch(bad=bad)), optimizers) as scaled:
-                scaled.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert (changed(before, model) == []) == bad, level
-
-
 @pytest.mark.parametrize(('order', 'left'), [('gd', 0), ('dg', 1)])
-@pytest.mark.parametrize('api', ['wrapper', 'one session'])
+@pytest.mark.parametrize('api', ['wrapper', 'attached before', 'one session'])
 def test_any_skipped_step_restores_all_buffers_of_the_session(api: str, order: str, left: int) -> None:
     """Since the step before it, of whichever optimizer."""
     pair = Pair('O1', api)
@@ -399,6 +363,14 @@ def test_any_skipped_step_restores_all_buffers_of_the_session(api: str, order: s
     for name in order:
         pair.step(name)
     assert (pair.count('g'), pair.count('d')) == (left, left)
+
+
+def test_step_with_a_closure_ends_what_its_calls_have_begun() -> None:
+    model = Around(nn.BatchNorm1d(3))
+    run = scripted('O4', model, loss_scale=None)
+    run.wrapper.step(closure=lambda: run.backward(run.forward(batch())))
+    step(run, batch(bad=True))
+    assert model.part.num_batches_tracked == 1 and model.part.running_mean.isfinite().all()
 
 
 class Marked(nn.Module):
@@ -423,7 +395,7 @@ class Branches(nn.Module):
         self.table.moves = True
 
     def forward(self, x: Tensor, bad: bool) -> Tensor:
-        self.unused(x * NAN)
+        self.unused(x * math.inf)
         self.table(x * NAN if bad else x)
         return self.marked(self.part(x)).square().mean()
 
@@ -440,6 +412,6 @@ def test_nan_in_a_branch_without_a_loss_goes_at_the_step(level: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert model.part.norm.num_batches_tracked == 3
-    assert model.unused.norm.running_var.isfinite().all() and model.table.table.isfinite().all()
+    assert all(buffer.isfinite().all() for buffer in (*model.unused.buffers(), model.table.table))
     assert model.marked.mask.tolist() == [0.0, -math.inf, math.inf]
     assert model.marked.slots.isnan().tolist() == [False, True, True]
