@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ..compiler_internals import never_compiled_alone
-from ..policy import said_once
-from ..policy.copies import Copies
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
-from . import functions, kernels, region, type_errors
+from . import functions, kernels, region, said_once, type_errors
+from .copies import Copies
 from .modules import own_tensors
 from .rule import Rule, traced
 

@@ -23,11 +23,11 @@ from torch import nn
 
 from ..compiler_internals import constant_when_traced, never_compiled, never_compiled_alone
 from ..errors import AmpConfigError, AmpUsageError
-from ..policy.copies import Copies
 from ..policy.fp32_registry import FLOAT32, FP32_OPS, METHOD_REASON, Fp32Op
 from ..policy.lookup import find, is_class, parent_of
 from ..policy.nested import HALF_TYPES, cast_tensors, tensors_in
 from . import kernels, listening, region
+from .copies import Copies
 
 #: Of methods that run in FP32 by their name.
 METHOD_OP = Fp32Op('*', METHOD_REASON, FLOAT32)

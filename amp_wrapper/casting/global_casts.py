@@ -7,9 +7,8 @@ from contextlib import ExitStack
 import torch
 
 from ..errors import AmpUsageError
-from ..policy import said_once
 from ..policy.fp32_registry import BCE_WARNING
-from . import functions, kernels, region
+from . import functions, kernels, region, said_once
 
 
 def start_casts(allow_banned: bool = False) -> ExitStack:

@@ -18,13 +18,12 @@ from torch.library import Library
 
 from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled
-from ..policy import said_once
 from ..policy.autocast_lists import HALF, OP_RULES, PROMOTE, OpRule
-from ..policy.copies import Copies
 from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from ..torch_internals import writes_in_place
-from . import listening, region
+from . import listening, region, said_once
+from .copies import Copies
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
 _PRODUCTS = """

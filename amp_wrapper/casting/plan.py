@@ -13,12 +13,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import torch_internals
 from ..errors import AmpAttachError
-from ..policy import said_once
 from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import cast_module, checks, computed_weights, fp32_values, region, shard_check, state_dicts
+from . import cast_module, checks, computed_weights, fp32_values, region, said_once, shard_check, state_dicts
 from .kept import BATCHNORM, FOLLOWS, SHARED, kept_inputs, kept_modules
 from .modules import is_loss, is_table, own_tensors
 from .rule import Model, Rule

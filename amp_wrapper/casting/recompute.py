@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from .. import torch_internals
-from ..policy import copies
-from . import region
+from . import copies, region
 
 
 def _in_its_region(segment: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler_internals import never_compiled_alone
-from ..policy.copies import Copies
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import CASTABLE, EnterObject
 from . import region
+from .copies import Copies
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import compiler_internals
 from ..compiler_internals import constant_when_traced, never_compiled_alone
-from .nested import CASTABLE, HALF_TYPES, Memo, Types, map_tensors, parts_of, set_part
+from ..policy.nested import CASTABLE, HALF_TYPES, Memo, Types, map_tensors, parts_of, set_part
 
 # the attribute of a 16-bit copy with what it was made of, and its version then
 _ORIGINAL = '_amp_wrapper_original'
