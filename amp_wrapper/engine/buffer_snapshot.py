@@ -142,6 +142,8 @@ class BufferSnapshot:
         names, copies = self._names.get(module, {}), dict(self._copies())
         for name in [names[key] for key in keys if key in names]:
             tensor, copy = module._buffers[self._slots[name][1]], copies.get(name)
+            if tensor is not None and name in self._marks:
+                self._marks[name] = tensor, tensor._version
             if tensor is not None and copy is not None and tensor.shape == copy.shape:
                 copy.copy_(tensor)
 
