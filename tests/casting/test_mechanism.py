@@ -170,7 +170,6 @@ def test_module_that_was_compiled_in_place_runs_after_detach(level: str) -> None
     wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     wrapper.attach(net)
     net.compile(backend='eager')
-    net(X)
     wrapper.detach()
     assert torch.allclose(net(X), expected, atol=0.01)
 
