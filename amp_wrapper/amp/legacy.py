@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..casting import region
-from ..casting.global_casts import start_casts
+from ..casting.calls import start_casts
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
 from ..policy.options import is_count

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import checks, hugging_face, region
+from ..casting import hugging_face, region
 from ..casting.sharding import Sharding
 from ..compiler_internals import untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
+from ..engine.optimizers import check_owners
 from ..errors import AmpAttachError, AmpUsageError, short
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
@@ -70,7 +71,7 @@ class Session:
         sharding: Sharding | None = None,
     ) -> None:
         known_models.check_no_masters(optimizers)
-        checks.check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
+        check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
         self.policy = policy
         self.scalers = new_scalers(policy)
         self.engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]

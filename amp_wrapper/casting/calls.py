@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..compiler_internals import never_compiled_alone
+from ..errors import AmpUsageError
+from ..policy import said_once
+from ..policy.fp32_registry import BCE_WARNING
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
-from . import functions, kernels, region, said_once, type_errors
+from . import functions, kernels, region, type_errors
 from .copies import Copies
 from .modules import own_tensors
 from .rule import Rule, traced
@@ -106,6 +109,39 @@ def _device(module: nn.Module, args: Any, kwargs: Any) -> str:
     for _, tensor in own_tensors(module):
         return tensor.device.type
     return region.device_of(itertools.chain(module.parameters(), module.buffers(), tensors_in((args, kwargs))))
+
+
+def start_casts(allow_banned: bool = False) -> ExitStack:
+    """Turn the casts of O1 and O4 on for everything on this thread, in a model or not: for amp.init, apex's oldest interface.
+
+    It enters the blocks that calls of a model at O1 are in, and leaves them open. Weights are not cached, so that no stale copy
+    can exist.
+
+    Args:
+        allow_banned: Whether nothing is said about ``binary_cross_entropy`` of 16-bit probabilities.
+
+    Returns:
+        Its ``close()`` turns them off, on the same thread.
+
+    Raises:
+        AmpUsageError: In a block of ``disable_casts()`` or of autocast, which restores at its end what was on before it, or
+            where they are on already.
+    """
+    if region.is_suspended() or torch.is_autocast_enabled('cpu'):
+        raise AmpUsageError(
+            'amp.init() in a block of disable_casts() or of torch.autocast, whose end turns its casts off, or where another '
+            'handle is active: write it outside, once.'
+        )
+    functions.install()
+    if allow_banned:
+        said_once.said.add(BCE_WARNING)
+    blocks = ExitStack()
+    blocks.callback(said_once.speaks, said_once.speaks(True))
+    for device in ('cpu', 'cuda') if torch.cuda.is_available() else ('cpu',):
+        kernels.install_tables(device)
+        blocks.enter_context(torch.autocast(device, dtype=torch.float16, cache_enabled=False))
+    blocks.enter_context(region.spare(region.TABLES))
+    return blocks
 
 
 # where a graph breaks inside of a call it runs as it is, and what it calls may be compiled

@@ -21,7 +21,7 @@ from ..compiler_internals import never_compiled
 from ..errors import AmpAttachError, ScriptingError
 from ..policy.fp32_registry import FP32_METHODS
 from ..policy.nested import HALF_TYPES
-from . import calls, checks, fp32_values, functions, recompute, region, state_dicts
+from . import calls, checks, fp32_values, functions, region, state_dicts
 from .modules import own_tensors
 from .rule import Link, Model, Rule, rule_of
 
@@ -239,7 +239,7 @@ def _cast_again(make: Callable[..., nn.Module], words: tuple[Any, ...], rule: Ru
 def install(model: nn.Module, common: Model) -> None:
     """Let act in regions what has to act in calls of a model: the registry, and what its configuration names while it lives."""
     functions.install()
-    recompute.install()
+    region.install()
     for op in common.fp32_ops:
         functions.add(op, model)
 
@@ -285,10 +285,8 @@ def take_off(module: nn.Module) -> None:
 
 def copies_are_fp32(models: Iterable[nn.Module]) -> None:
     """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any."""
-    for model in models:
-        for module in model.modules():
-            if rule_of(module) is not None:
-                link_of(module).trains = True
+    for module in (each for model in models for each in model.modules() if rule_of(each) is not None):
+        link_of(module).trains = True
 
 
 def is_cast(model: nn.Module) -> bool:

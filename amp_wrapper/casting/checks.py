@@ -3,75 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .. import shards
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..policy.levels import Policy, dtype_name
-from ..policy.nested import CASTABLE, HALF_TYPES, parameters_of
+from ..policy.nested import CASTABLE, HALF_TYPES
 from .modules import own_tensors
 
 logger = logging.getLogger('amp_wrapper')
 
 #: From here on a float32 rounds to infinity in float16.
 _FLOAT16_LIMIT = 65520.0
-
-
-def check_owners(
-    optimizers: Sequence[Optimizer],
-    models: Sequence[nn.Module],
-    elsewhere: Iterable[Tensor] = (),
-    is_known: Callable[[Tensor], bool] = lambda parameter: False,
-    casts: bool = False,
-) -> None:
-    """Refuse optimizers that were made from another model, or from a copy, while weights of the models are trained by nobody.
-
-    Parameters outside of any model are no mistake by themselves: temperatures, weights of losses, centres, images. They are
-    where an optimizer has several of them and nothing else, and nobody steps any weight of the models, or none of their shapes;
-    or where they share memory with weights that nobody steps, and a cast is about to end that.
-
-    Args:
-        optimizers: Those handed over.
-        models: Those handed over; without any, all is well.
-        elsewhere: What other optimizers step.
-        is_known: Whether a parameter belongs to a model that was handed over before.
-        casts: Whether weights of the models are about to become 16-bit.
-
-    Raises:
-        AmpAttachError: Names the optimizer.
-    """
-    stepped = set(map(id, (*parameters_of(*optimizers), *elsewhere)))
-    weights = {id(parameter): parameter for model in models for parameter in model.parameters()}
-    idle = [weight for key, weight in weights.items() if weight.requires_grad and key not in stepped]
-    for optimizer in optimizers if idle else ():
-        own = parameters_of(optimizer)
-        outside = [p for p in own if id(p) not in weights and not is_known(p)]
-        shapes, theirs = Counter(p.shape for p in outside), Counter(weight.shape for weight in idle)
-        is_alone = len(outside) == len(own) and all(isinstance(p, nn.Parameter) for p in own)
-        is_copy = shapes == theirs or (is_alone and (shapes <= theirs or stepped.isdisjoint(weights)))
-        shares_memory = casts and any(_share_memory(p, weight) for p in outside for weight in idle)
-        if shares_memory or (len(outside) > 1 and is_copy):
-            why = 'It was made from a copy of the model, copied with an initialised one, or made before a part was replaced.'
-            if shares_memory:
-                why = 'They share memory with weights of the model, which the cast to 16-bit ends: O4 and O1 cast no weights.'
-            elif shards.any_sharded(idle) and not shards.any_sharded(outside):
-                why = 'It was built before the model was sharded: call fully_shard first, or amp.initialize(..., mesh=mesh).'
-            raise AmpAttachError(
-                f'{type(optimizer).__name__} steps {len(outside)} parameters that do not belong to the model, of which '
-                f'{len(idle)} weights would be trained by nobody. {why} Make it from model.parameters() of the very model that '
-                f'is handed over, and load a state dict into it; freeze what is not to be trained, by requires_grad_(False).'
-            )
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    starts = one.data_ptr(), other.data_ptr()
-    # there is no address on meta, and none of shards
-    return all(starts) and starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
 
 
 def rounded_before(

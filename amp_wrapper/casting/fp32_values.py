@@ -101,11 +101,6 @@ def pair_of(tensor: Tensor) -> Pair | None:
     return _pairs.get(tensor)
 
 
-def has_fp32_value(tensor: Tensor) -> bool:
-    """Whether a tensor has an FP32 value beside its own."""
-    return tensor in _pairs
-
-
 def paired(weights: Iterable[Tensor]) -> list[tuple[Tensor, Pair]]:
     """Those weights that have a pair and are 16-bit: a user may have replaced ``.data`` by numbers of another type."""
     found = ((weight, _pairs.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)

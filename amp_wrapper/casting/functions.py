@@ -26,7 +26,7 @@ from ..errors import AmpConfigError, AmpUsageError
 from ..policy.fp32_registry import FLOAT32, FP32_OPS, METHOD_REASON, Fp32Op
 from ..policy.lookup import find, is_class, parent_of
 from ..policy.nested import HALF_TYPES, cast_tensors, tensors_in
-from . import kernels, listening, region
+from . import kernels, region
 from .copies import Copies
 
 #: Of methods that run in FP32 by their name.
@@ -71,16 +71,12 @@ class Rules:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, as it was, by the rule that holds here."""
         if region.is_open():
-            if self.rule is not None and region.casts_ops() and _is_cast(args, kwargs):
+            tensors = tensors_in((args, kwargs)) if self.rule is not None and region.casts_ops() else ()
+            if self.rule is not None and any(region.autocast_is_on(tensor.device.type) for tensor in tensors):
                 return call_by_rule(self.rule, function, args, kwargs)
             if self.op is not None:
                 return call_in_fp32(self.op, function, args, kwargs)
         return function(*args, **kwargs)
-
-
-def _is_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autocast is on for what a call is handed."""
-    return any(region.autocast_is_on(tensor.device.type) for tensor in tensors_in((args, kwargs)))
 
 
 def call_in_fp32(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,7 +102,7 @@ def call_by_rule(rule: CallRule, function: Callable[..., Any], args: tuple[Any, 
     elif rule.dtype is not None and region.has_autocast(device):
         block = torch.autocast(device, dtype=rule.dtype)
     copies = Copies(rule.dtype or kernels.widest(tensors))
-    with listening.told(rule, function), region.spare(region.NOTHING if is_op else region.AS_AROUND), block:
+    with kernels.told(rule, function), region.spare(region.NOTHING if is_op else region.AS_AROUND), block:
         result = function(*copies.cast(args), **copies.cast(kwargs))
     return copies.write_back(result)
 

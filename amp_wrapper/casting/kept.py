@@ -42,7 +42,7 @@ class Kept:
 
 
 BATCHNORM = Kept(
-    'batchnorm', '', 'keep_batchnorm_fp32: weights and statistics in FP32; its kernels take 16-bit input beside them'
+    'batchnorm', '', 'keep_batchnorm_fp32: FP32 weights and statistics; its kernels take 16-bit input beside them'
 )
 LOSS = Kept('loss', '', 'the module is a loss, by its class or the name of its class')
 AVERAGE = Kept('average', '', 'an average of weights')

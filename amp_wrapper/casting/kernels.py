@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch.library import Library
 
 from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled
+from ..policy import said_once
 from ..policy.autocast_lists import HALF, OP_RULES, PROMOTE, OpRule
 from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from ..torch_internals import writes_in_place
-from . import listening, region, said_once
+from . import region
 from .copies import Copies
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
@@ -88,6 +89,32 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
     return types.pop() if len(types) == 1 else torch.float32
 
 
+# -- a listener: a report of what ran in FP32 --------------------------------------------------------------------------------
+
+#: Makes a block around a call, of the rule by which its arguments are cast (an ``Fp32Op``, an ``OpRule`` or a ``CallRule``) and
+#: of what is called. It is told of calls on every thread.
+Listener = Callable[[Any, Any], AbstractContextManager[None]]
+
+_listener: Listener | None = None
+_NOTHING = nullcontext()
+
+
+def told(rule: Any, function: Any) -> AbstractContextManager[None]:
+    """A block in which the listener, if there is one, knows of a call."""
+    return _NOTHING if _listener is None else _listener(rule, function)
+
+
+@contextmanager
+def listening(by: Listener) -> Iterator[None]:
+    """Inside, ``by`` is told; whoever listened before is not."""
+    global _listener
+    before, _listener = _listener, by
+    try:
+        yield
+    finally:
+        _listener = before
+
+
 # -- FP32 --------------------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +145,7 @@ def call_in_fp32(op: Fp32Op, function: Any, run: Any, args: Any, kwargs: Any, co
             said_once.warn_once(op.warning)
         args = [_in_fp32(value, copies) for value in args]
         kwargs = {name: _in_fp32(value, copies) for name, value in kwargs.items()}
-    with listening.told(op, function), region.autocast(on, None) if on else nullcontext():
+    with told(op, function), region.autocast(on, None) if on else nullcontext():
         result = run(*args, **kwargs)
     if not narrow:
         return result
@@ -295,7 +322,7 @@ def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[.
         # composite ops call others, which have to see what the outer one was given
         torch.set_autocast_enabled(device, False)
         try:
-            with listening.told(rule, overload):
+            with told(rule, overload):
                 return run(*new, **words)
         finally:
             torch.set_autocast_enabled(device, True)

@@ -93,7 +93,7 @@ class Masters:
         if self.have_fp32_values:
             given = self.parameters()
             self._frozen = {id(p): p for p in given if p.dtype in HALF_TYPES and not p.requires_grad}
-            self._add([p for p in given if id(p) in self._names or fp32_values.has_fp32_value(p)])
+            self._add([p for p in given if id(p) in self._names or fp32_values.pair_of(p) is not None])
 
     # -- what there is -----------------------------------------------------------------------------------------------
 

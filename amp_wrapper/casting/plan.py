@@ -13,11 +13,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import torch_internals
 from ..errors import AmpAttachError
+from ..policy import said_once
 from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import cast_module, checks, computed_weights, fp32_values, region, said_once, shard_check, state_dicts
+from . import cast_module, checks, computed_weights, fp32_values, region, shard_check, state_dicts
 from .kept import BATCHNORM, FOLLOWS, SHARED, kept_inputs, kept_modules
 from .modules import is_loss, is_table, own_tensors
 from .rule import Model, Rule
@@ -159,7 +160,7 @@ class CastPlan:
         return stays
 
     def _sort_tensors(self, stays: set[Tensor]) -> None:
-        assert self.policy.cast_model_type is not None
+        half = self.policy.cast_model_type or torch.float32
         names: dict[Tensor, str] = {}
         for prefix, root in self.roots:
             for key, tensor in (*root.named_parameters(prefix=prefix), *root.named_buffers(prefix=prefix)):
@@ -173,7 +174,7 @@ class CastPlan:
                 stays.add(tensor)
                 if isinstance(tensor, nn.Parameter):
                     (self.gathered if is_sharded(tensor) else self.parameters)[names[tensor]] = tensor
-                elif is_norm or not checks.is_too_fine(tensor, self.policy.cast_model_type):
+                elif is_norm or not checks.is_too_fine(tensor, half):
                     self._buffers.append(tensor)
 
     def _find_raised(self) -> list[Tensor]:
@@ -218,9 +219,8 @@ class CastPlan:
 
     def remove(self) -> None:
         """Take the casts off, and give the tensors FP32 values: those of their masters where there are any."""
-        for _, root in self.roots:
-            for module in root.modules():
-                cast_module.take_off(module)
+        for module in (module for _, root in self.roots for module in root.modules()):
+            cast_module.take_off(module)
         for tensor in (*self.parameters.values(), *self._buffers):
             fp32_values.replace_data(tensor, fp32_values.fp32_value(tensor))
             fp32_values.unpair(tensor)

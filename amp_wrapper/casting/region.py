@@ -13,8 +13,9 @@ And 'xla' is on in ``disable_casts()``. ``torch.compile`` compares types of what
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from .. import compiler_internals, torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled_alone
 from ..errors import AmpAttachError
+from . import copies
 
 #: The kinds of device, and the dispatch keys of two of them.
 KINDS = SPARE, OPERANDS_SPARE, SUSPENDED_SPARE = 'ipu', 'hpu', 'xla'
@@ -186,6 +188,32 @@ def suspended() -> Iterator[None]:
     with torch.autocast(SPARE, dtype=_ACTS, enabled=is_open()), torch.autocast(SUSPENDED_SPARE, dtype=_ACTS):
         with autocast('cpu', None), autocast('cuda', None), autocast('xpu', None), autocast('mps', None):
             yield
+
+
+def _in_its_region(segment: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that finds, wherever it is called, the region in which this one was called."""
+    states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in KINDS]
+    originals: list[Any] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        reach()
+        if not originals:
+            originals.extend(copies.original_of(value) for value in args)
+        for value, original in zip(args, originals):
+            # it runs again with detached arguments
+            if original is not None and original is not value:
+                copies.keep_original(value, original)
+        spare, operands, suspended = (torch.autocast(kind, dtype=dtype, enabled=on) for kind, dtype, on in states)
+        with spare, operands, suspended:
+            return segment(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def install() -> None:
+    """Let segments that torch.utils.checkpoint runs again find the region of their forward pass; once in a process."""
+    torch_internals.wrap_segments(_in_its_region)
 
 
 # between two graphs they run as they are

@@ -7,10 +7,10 @@ from typing import cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from .. import compiler_internals, torch_internals
-from ..errors import AmpAttachError, AmpConfigError
+from ..compiler_internals import compiled_module, keeps_compiled_functions
+from ..errors import AmpAttachError
 from ..policy.nested import parameters_of
 
 
@@ -20,10 +20,7 @@ def is_compiled(model: nn.Module) -> bool:
     Args:
         model: Any module.
     """
-    return any(
-        compiler_internals.compiled_module(module) is not None or compiler_internals.keeps_compiled_functions(module)
-        for module in model.modules()
-    )
+    return any(compiled_module(each) is not None or keeps_compiled_functions(each) for each in model.modules())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -44,7 +41,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = cast(nn.Module, model.module)
-        elif (inside := compiler_internals.compiled_module(model)) is not None:
+        elif (inside := compiled_module(model)) is not None:
             model = inside
         else:
             return model
@@ -92,24 +89,3 @@ def find_roots(
             roots.append((name, part))
             inside.update(map(id, module.modules()))
     return roots
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose steps cannot be scaled or skipped.
-
-    Raises:
-        AmpAttachError: LBFGS, or one that steps in the backward pass.
-        AmpConfigError: Not an optimizer.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise AmpConfigError([f'optimizer={optimizer!r} must be a torch.optim.Optimizer.'])
-    if isinstance(optimizer, LBFGS):
-        raise AmpAttachError(
-            'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '
-            'cannot follow: choose a first-order optimizer, or enabled=False.'
-        )
-    if torch_internals.is_zero(optimizer) and torch_internals.overlaps_with_ddp(optimizer):
-        raise AmpAttachError(
-            'ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside of the backward pass, where gradients are scaled and '
-            'unchecked: leave overlap_with_ddp out.'
-        )

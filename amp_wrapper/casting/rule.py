@@ -86,9 +86,8 @@ class Rule:
         dtype = self.inputs
         # the usual case, tensors of the right type and a few flags, must cost next to nothing
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor) and value.dtype is dtype:
-                continue
-            if value is not None and not isinstance(value, (bool, int, float, str)):
+            has_type = isinstance(value, Tensor) and value.dtype is dtype
+            if not has_type and value is not None and not isinstance(value, (bool, int, float, str)):
                 within = tuple(traced) if torch.compiler.is_dynamo_compiling() else ()
                 return Copies(dtype or torch.float32, self.sources if dtype else frozenset(), within)
         return None
@@ -129,8 +128,7 @@ class Link:
 
 def rule_of(module: nn.Module) -> Rule | None:
     """The rule of a module; None where it is not cast."""
-    rule: Rule | None = getattr(module, '_amp_wrapper_rule', None)
-    return rule
+    return getattr(module, '_amp_wrapper_rule', None)
 
 
 #: Of the calls that are becoming part of a graph, the outermost first: what has cast their arguments.

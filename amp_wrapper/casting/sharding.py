@@ -119,13 +119,11 @@ def shard(
     half: dict[int, nn.Parameter] = {}
     calls: list[Call] = []
     for model in models:
-        wrapped = [
-            type(part).__name__ for part in model.modules() if isinstance(part, (DistributedDataParallel, DataParallel))
-        ]
+        wrapped = [part for part in model.modules() if isinstance(part, (DistributedDataParallel, DataParallel))]
         sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
         if wrapped:
             raise AmpAttachError(
-                f'sharding averages gradients itself: hand over the model alone, without {wrapped[0]}.'
+                f'sharding averages gradients itself: hand over the model alone, without {type(wrapped[0]).__name__}.'
             )
         if sharded:
             raise AmpAttachError(f'{some(sharded)} are sharded already: leave mesh out, or do not call fully_shard.')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..policy.nested import HALF_TYPES
+from ..policy.said_once import logger
 from . import fp32_values
 from .modules import own_tensors
 from .rule import Rule, rule_of
-
-logger = logging.getLogger('amp_wrapper')
 
 
 def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
@@ -62,7 +60,7 @@ def load(module: nn.Module, own: Callable[[], None], state_dict: Any, prefix: st
             tensor.copy_(now)
             setattr(module, name, tensor)
         value = state_dict.get(prefix + name)
-        if fp32_values.has_fp32_value(tensor) and _is_rounded(value, tensor):
+        if fp32_values.pair_of(tensor) is not None and _is_rounded(value, tensor):
             fp32_values.write_fp32(tensor, value)
         elif tensor._version != version:
             # newer than whatever was written to the weight or its master before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..casting import listening
+from ..casting import kernels
 from ..casting.cast_module import Watcher
 from ..casting.functions import CallRule
 from ..casting.kept import BATCHNORM, LOSS, Kept
@@ -226,7 +226,7 @@ class ModuleRecorder:
         self._is_forward = True
         try:
             with ExitStack() as stack:
-                stack.enter_context(listening.listening(self._listen))
+                stack.enter_context(kernels.listening(self._listen))
                 stack.enter_context(_Functions(self))
                 stack.enter_context(_Ops(self))
                 yield

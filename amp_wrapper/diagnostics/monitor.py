@@ -220,7 +220,7 @@ def _masters_of(parts: EngineParts) -> list[Tensor]:
     if not parts.policy.casts_model:
         return []
     # shards are their own FP32 values
-    weights = [w for w in parts.weights() if w.requires_grad and (is_sharded(w) or fp32_values.has_fp32_value(w))]
+    weights = [w for w in parts.weights() if w.requires_grad and (is_sharded(w) or fp32_values.pair_of(w) is not None)]
     found = local([w.detach() if is_sharded(w) else fp32_values.fp32_value(w) for w in weights])
     elements = sum(value.numel() for value in found)
     if not elements:

@@ -14,7 +14,6 @@ from .. import distributed_internals
 from ..casting import cast_module, checks, roots
 from ..casting.masters import Masters
 from ..casting.modules import module_device
-from ..casting.optimizer_state import cast_state_to_parameters
 from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
 from ..errors import AmpAttachError, AmpUsageError, some
@@ -26,6 +25,8 @@ from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
 from .ddp.forward_record import NoticeDdp
 from .ddp.reducers import Reducers, check_unknown_listeners
+from .optimizer_state import cast_state_to_parameters
+from .optimizers import check_owners
 from .parts import EngineParts, Stage
 
 #: Integrations decide where these lines go.
@@ -53,7 +54,7 @@ def attach_model(
     foreign = list(foreign)
     if optimizer is not None:
         theirs = [weight for other in parts.others for weight in other.weights()]
-        checks.check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
+        check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
     done, shared_weights = _cast_by_others(parts)
     plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
     _make_masters(parts, plan)

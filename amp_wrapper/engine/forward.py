@@ -7,10 +7,11 @@ from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
-from ..casting import region, said_once
+from ..casting import region
 from ..casting.modules import module_device
 from ..compiler_internals import eager_block
 from ..errors import AmpUsageError
+from ..policy import said_once
 from .parts import EngineParts
 
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..casting import kept, optimizer_state, plan, roots
+from ..casting import kept, plan
 from ..casting.masters import Masters, StepLists
 from ..checkpoint.format import SavedAmp
 from ..ops import attributes
 from ..policy import Policy
 from ..shards import local
+from . import optimizers
 from .block_watch import BlockWatch
 from .buffer_snapshot import BufferSnapshot
 from .clipping import ShardNorm
@@ -117,9 +118,9 @@ class EngineParts:
         self.steps = False
         self.own_methods: Mapping[str, Callable[..., Any]] = {}
         if policy.enabled and optimizer is not None:
-            roots.check_optimizer(optimizer)
+            optimizers.check_optimizer(optimizer)
             if policy.split_masters:
-                optimizer_state.check_steps_split(optimizer)
+                optimizers.check_steps_split(optimizer)
 
     def reset(self) -> None:
         """The model was let go."""

@@ -284,7 +284,7 @@ class StepChecks:
             )
 
     def _check_late_masters(self) -> None:
-        if any(fp32_values.has_fp32_value(parameter) for parameter in self._parts.params.parameters()):
+        if any(fp32_values.pair_of(parameter) is not None for parameter in self._parts.params.parameters()):
             raise AmpUsageError(
                 f'step() at {self._parts.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another '
                 f'optimizer steps, since the model was initialised again at another level. This one would round what it does '

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import AmpAttachError
 from ..policy.nested import parameters_of
 
 
@@ -46,16 +45,3 @@ def keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             now, is_scalar = state.get(name), isinstance(value, Tensor) and value.shape != parameter.shape
             if is_scalar and isinstance(now, Tensor) and now.dtype != value.dtype:
                 state[name] = value.detach().to(now.device, copy=True)
-
-
-def check_steps_split(optimizer: Optimizer) -> None:
-    """Refuse optimizers that would step 16-bit weights without their remainders.
-
-    Raises:
-        AmpAttachError: Not one of this package's fused optimizers.
-    """
-    if not getattr(type(optimizer), 'supports_split_weights', False):
-        raise AmpAttachError(
-            f"master_weights='split' with {type(optimizer).__name__}: only FusedAdam, FusedAdamW and FusedSGD of amp_wrapper "
-            f'step a weight and its remainder together. Use one of them, or master_weights=True.'
-        )
