@@ -151,17 +151,14 @@ def forget_workers(loader: Any) -> None:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def hooks_of_all_steps(when: str) -> Any:
-    """The hooks before ('pre') or after ('post') the step of every optimizer. torch registers and removes them, and shows none.
-
-    In every version since 2.0.
-    """
-    return getattr(optimizer_module, f'_global_optimizer_{when}_hooks')
+def hooks_before_all_steps() -> Any:
+    """The hooks before the step of every optimizer. torch registers and removes them, and shows none. In every version since 2.0."""
+    return optimizer_module._global_optimizer_pre_hooks
 
 
-def hooks_of_steps(optimizer: torch.optim.Optimizer, when: str) -> Any:
+def hooks_before_steps(optimizer: torch.optim.Optimizer) -> Any:
     """Those of one optimizer alone; None where its class does not call torch's constructor. In every version since 2.0."""
-    return getattr(optimizer, f'_optimizer_step_{when}_hooks', None)
+    return getattr(optimizer, '_optimizer_step_pre_hooks', None)
 
 
 def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:

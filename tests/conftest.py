@@ -107,14 +107,13 @@ def _same_start(request: pytest.FixtureRequest, device: torch.device) -> None:
 
 def _left_behind() -> list[str]:
     """What is open on this thread, or in this process, that no test may leave open."""
+    hooks = torch_internals.hooks_before_all_steps()
     left = {
         'a region': region.is_open() or torch.is_autocast_enabled(region.OPERANDS_SPARE),
         'suspended casts': region.is_suspended(),
         'autocast': torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda'),
         # steps wait for the host where there are any but those of the package
-        'hooks of all optimizers': not all(
-            hasattr(hook, 'sees_no_gradient') for hook in torch_internals.hooks_of_all_steps('pre').values()
-        ),
+        'hooks of all optimizers': any(not hasattr(hook, 'sees_no_gradient') for hook in hooks.values()),
         'no gradients': not torch.is_grad_enabled(),
     }
     return [name for name, is_left in left.items() if is_left]

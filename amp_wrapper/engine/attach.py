@@ -23,7 +23,6 @@ from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages
 from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
-from .ddp.forward_record import NoticeDdp
 from .ddp.reducers import Reducers, check_unknown_listeners
 from .optimizer_state import cast_state_to_parameters
 from .optimizers import check_owners
@@ -133,8 +132,6 @@ def detach_model(parts: EngineParts) -> None:
     params.release()
     if parts.casts is not None:
         parts.casts.remove()
-        for _, root in parts.casts.roots:
-            drop_hooks(root, NoticeDdp)
         parts.ddp.rebuild(parts.casts.parameters.values())
     if not params.have_fp32_values and parts.optimizer is not None and casts:
         _state_to_fp32(parts.optimizer)
@@ -258,13 +255,6 @@ def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:
     if parts.params.kind == 'whole':
         for each in [each for model in models for each in before_calls(model)]:
             each.masters.add(parts.params)
-
-
-def drop_hooks(module: nn.Module, kind: type) -> None:
-    """Take the forward hooks and forward pre-hooks of a class off. Copies of modules have hooks without handles."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
-            del hooks[key]
 
 
 def named_roots(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..torch_internals import hooks_of_all_steps, hooks_of_steps
+from ..torch_internals import hooks_before_all_steps, hooks_before_steps
 
 
 class LateRead:
@@ -55,8 +55,8 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = any(not hasattr(hook, 'sees_no_gradient') for hook in hooks_of_all_steps('pre').values())
-    return others or bool(hooks_of_steps(optimizer, 'pre'))
+    others = any(not hasattr(hook, 'sees_no_gradient') for hook in hooks_before_all_steps().values())
+    return others or bool(hooks_before_steps(optimizer))
 
 
 @contextlib.contextmanager
