@@ -152,7 +152,7 @@ def forget_workers(loader: Any) -> None:
 
 
 def hooks_before_all_steps() -> Any:
-    """The hooks before the step of every optimizer. torch registers and removes them, and shows none. In every version since 2.0."""
+    """The hooks before the step of every optimizer, which torch registers and removes, and does not show. Since 2.0."""
     return optimizer_module._global_optimizer_pre_hooks
 
 

@@ -323,12 +323,9 @@ def sharp_step(level: str | None, by_closure: bool) -> list[float]:
         backward(net(torch.tensor([0.5, 1.0])), optimizer, level=level)
 
     run()
-    if by_closure:
-        optimizer.step(run)
-    else:
-        optimizer.first_step()
-        run()
-        optimizer.second_step()
+    # the method of the class calls the parts itself
+    step = optimizer.step if by_closure else functools.partial(Sharp.step, optimizer)
+    step(run)
     return net.state_dict()['weight'].tolist()
 
 

@@ -45,7 +45,6 @@ class Probe(nn.Module):
         self.register_buffer('again', self.count)
         self.register_buffer('strided', torch.zeros(6)[::2])
         self.register_buffer('constant', torch.arange(4.0))
-        self.register_buffer('large', torch.zeros(LARGE))
         self.register_buffer('nothing', torch.zeros(0))
         self.register_buffer('absent', None)
 
@@ -63,7 +62,6 @@ class Probe(nn.Module):
             self.passing.fill_(value)
             self.channels_last[:, 1] += value
             self.strided.add_(value)
-            self.large[0] += value
         return x
 
 
@@ -378,12 +376,14 @@ class Marked(nn.Module):
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.unused, self.marked = Half(), Half(), Marked()
+        self.part, self.marked = Half(), Marked()
+        self.unused = nn.ModuleList([nn.BatchNorm1d(3), nn.InstanceNorm1d(4, track_running_stats=True)])
         self.table = Table()
         self.table.moves = True
 
     def forward(self, x: Tensor, bad: bool) -> Tensor:
-        self.unused(x * math.inf)
+        for norm in self.unused:
+            norm(x * math.inf)
         self.table(x * NAN if bad else x)
         return self.marked(self.part(x)).square().mean()
 

@@ -352,6 +352,13 @@ def test_an_accumulation_is_resumed_bit_for_bit(level: str, name: str, losses: i
         run.train(5)
     assert differing(whole.bits(buffers=True), part.bits(buffers=True)) == []
     assert same(whole.wrapper.state_dict(), part.wrapper.state_dict()) and same(saved, kept)
+    # nothing of the first file is left where another one is loaded
+    for state in (saved[1], whole.wrapper.state_dict()):
+        part.wrapper.load_state_dict(state)
+    before = part.bits(buffers=True)
+    with poisoned(part.weight()):
+        part.train(6)
+    assert differing(before, part.bits(buffers=True)) == []
 
 
 def test_a_saved_accumulation_is_a_snapshot() -> None:
