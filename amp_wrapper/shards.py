@@ -33,6 +33,11 @@ def local(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
+def local_part(tensor: Tensor | None) -> Tensor | None:
+    """The local shard of a sharded tensor, which shares its memory; another one, and None, as it is."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[union-attr, no-any-return]
+
+
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """The shards of a whole tensor that every rank has, laid out as another one is. No communication.
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from amp_wrapper import amp
 from amp_wrapper.casting import cast_module, functions, region, rule
-from amp_wrapper.engine import AmpEngine
+from amp_wrapper.engine import Engine, attach
 from amp_wrapper.policy import resolve
 
 from .pages import add_write, processor
@@ -93,8 +93,8 @@ def forwards() -> list[tuple[str, float, str]]:
     for block in norms:
         block[1] = Fp32Norm(8)
     wrapped = layers()
-    engine = AmpEngine(resolve('O4'), None)
-    engine.attach(wrapped)
+    engine = Engine(resolve('O4'), None)
+    attach(engine, wrapped)
     peers = {'torch.autocast': under(layers(), autocast)}
     # first, as in a process that knows the wrapper alone
     wrapper = compare({**peers, "O4, mmengine's wrapper": under(wrapped, lambda: engine.forward_context(wrapped))})
@@ -137,7 +137,7 @@ def measure() -> list[tuple[str, float, str]]:
     rows.append(('300 modules, FP32, no package', microseconds(lambda: plain(x), 20), ''))
     for level in ('O0', 'O4', 'O5'):
         model = layers()
-        AmpEngine(resolve(level), None).attach(model)
+        Engine(resolve(level), None).attach(model)
         label = '300 modules, O4, no autocast around it' if level == 'O4' else f'300 modules, {level}'
         rows.append((label, microseconds(lambda model=model: model(x), 20), ''))
     half_model = layers().bfloat16()

@@ -66,7 +66,7 @@ class Loop:
         optimizer = FusedSGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.wrapper = AmpOptimWrapper(opt_level=level, optimizer=optimizer, verbosity=0)
         self.wrapper.attach(self.model)
-        self.parts = self.wrapper._engine.parts
+        self.parts = self.wrapper._engine
         self.rows: list[Tensor] = []
         if way == WAYS[1]:
             self.parts.observers.append(Monitor(lambda: (True, False), self._take))

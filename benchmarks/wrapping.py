@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from amp_wrapper.engine import AmpEngine
+from amp_wrapper.engine import Engine, attach, backward, take_step
 from amp_wrapper.engine.clipping import GradientClip
 from amp_wrapper.policy import resolve
 
@@ -69,27 +69,27 @@ class EngineWrapper:
     def __init__(
         self, optimizer: Optimizer, opt_level: str = 'O1', clip_grad: dict[str, Any] | None = None, **words: Any
     ) -> None:
-        self.engine = AmpEngine(resolve(opt_level, **words), optimizer)
+        self.engine = Engine(resolve(opt_level, **words), optimizer)
         self.clip = GradientClip.parse(clip_grad)
 
     def attach(self, model: nn.Module) -> None:
         """Cast the model."""
-        self.engine.attach(model)
+        attach(self.engine, model)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Around the forward pass."""
-        self.engine.attach(model)
+        attach(self.engine, model)
         with self.engine.forward_context(model):
             yield
 
     def backward(self, loss: Tensor) -> None:
         """Of the loss times its scale."""
-        self.engine.backward(loss)
+        backward(self.engine, loss)
 
     def step(self) -> None:
         """Clip and step."""
-        self.engine.step(self.clip)
+        take_step(self.engine, self.clip)
 
     def zero_grad(self) -> None:
         """Clear."""

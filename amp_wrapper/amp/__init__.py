@@ -215,7 +215,7 @@ def scale_loss(
             several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
     """
     engines = amp_session.engines_of(optimizers)
-    with scaled(loss, engines, loss_id, amp_session.engines_beyond(engines)) as result:
+    with scaled(loss, engines, loss_id) as result:
         yield result
 
 
@@ -258,7 +258,7 @@ def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
         AmpUsageError: An optimizer that was not initialised; a master among ``tensors``, or none given and a master was written
             to as well.
     """
-    return [name for engine in amp_session.engines_of(optimizer) for name in engine.weights_changed(tensors)]
+    return [name for engine in amp_session.engines_of(optimizer) for name in engine.params.changed('weight', tensors)]
 
 
 def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> None:
@@ -276,7 +276,7 @@ def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
             to as well.
     """
     for engine in amp_session.engines_of(optimizer):
-        engine.masters_changed(tensors)
+        engine.params.changed('master', tensors)
 
 
 def init(

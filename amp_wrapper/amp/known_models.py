@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..casting import fp32_values
-from ..engine.pass_watch import is_scaled, note_scaled
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
@@ -33,6 +32,8 @@ _reached: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 _looks = True
 _warned: WeakSet[Optimizer] = WeakSet()
 _installed = False
+# gradients of scaled losses that no block unscales, and their versions when they came
+_scaled: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
 def remember(
@@ -83,7 +84,12 @@ def watching(loss: Tensor, stepped: Callable[[], Iterable[Tensor]]) -> Iterator[
     yield
     for leaf, grad, version in before:
         if leaf.grad is not None and (leaf.grad is not grad or leaf.grad._version != version):
-            note_scaled(leaf.grad)
+            _scaled[leaf.grad] = leaf.grad._version
+
+
+def _carries_scale(gradient: Tensor | None) -> bool:
+    """Whether a gradient was noted, and nobody has written to it."""
+    return bool(_scaled) and gradient is not None and _scaled.get(gradient) == gradient._version
 
 
 def _watch(leaves: Iterable[Tensor], stepped: Callable[[], Iterable[Tensor]]) -> None:
@@ -149,7 +155,7 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
     parameters = parameters_of(optimizer)
     count = len(parameters), _models
     found = () if optimizer in _warned else parameters
-    scaled = {id(p): 'parameters that a scaled loss reaches' for p in found if is_scaled(p.grad)}
+    scaled = {id(p): 'parameters that a scaled loss reaches' for p in found if _carries_scale(p.grad)}
     if _seen.get(optimizer) == count and not scaled:
         return
     name = type(optimizer).__name__

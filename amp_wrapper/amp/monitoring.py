@@ -20,10 +20,10 @@ from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, is_due, 
 from ..diagnostics.overflow import MOST_REPORTS, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import attach_whole
-from ..engine import AmpEngine, attach_together
+from ..engine import attach_together
+from ..engine.engine import Engine, StepObserver
+from ..engine.flags import StepResult
 from ..engine.host_read import LateRead
-from ..engine.overflow import StepResult
-from ..engine.parts import EngineParts, StepObserver
 from ..errors import AmpConfigError
 from . import session as amp_session
 
@@ -41,7 +41,7 @@ class TrainingMonitor(StepObserver):
 
     def __init__(
         self,
-        parts: EngineParts,
+        engine: Engine,
         models: list[nn.Module],
         interval: int,
         ranges_interval: int | None,
@@ -51,7 +51,7 @@ class TrainingMonitor(StepObserver):
         max_reports: int,
     ) -> None:
         self.diagnoses: list[Diagnosis] = []
-        self._parts = parts
+        self._engine = engine
         self._interval, self._ranges_interval = interval, ranges_interval
         self._folder, self._log = folder, log
         self._log_failed = False
@@ -65,14 +65,14 @@ class TrainingMonitor(StepObserver):
         self._ranges = None if folder is None else JsonLines(folder / 'amp_ranges.jsonl')
         wants_layers = self._take_layers if folder is not None and ranges_interval is not None else None
         self._observers: list[Any] = [self]
-        if low_precision(parts.policy) is not None:
+        if low_precision(engine.policy) is not None:
             self._observers.append(Monitor(self._is_due, self._take, wants_layers, self._writes))
         self._diagnosis: OverflowDiagnosis | None = None
-        if diagnoses and parts.scales.check and models:
+        if diagnoses and engine.scales.check and models:
             attach = attach_whole if len(models) == 1 else _attach_each
             self._diagnosis = OverflowDiagnosis(models, attach, self._publish, max_reports)
             self._observers.append(self._diagnosis)
-        parts.observers += self._observers
+        engine.observers += self._observers
 
     # -- what a script calls -----------------------------------------------------------------------------------------
 
@@ -87,8 +87,8 @@ class TrainingMonitor(StepObserver):
         if self._diagnosis is not None:
             self._diagnosis.disarm()
         for observer in self._observers:
-            if observer in self._parts.observers:
-                self._parts.observers.remove(observer)
+            if observer in self._engine.observers:
+                self._engine.observers.remove(observer)
 
     def __enter__(self) -> TrainingMonitor:
         return self
@@ -100,11 +100,11 @@ class TrainingMonitor(StepObserver):
 
     # -- the steps of the engine -------------------------------------------------------------------------------------
 
-    def before_step(self, parts: EngineParts) -> None:
+    def before_step(self, engine: Engine) -> None:
         """Count it."""
         self._steps += 1
 
-    def after_step(self, parts: EngineParts, result: StepResult) -> None:
+    def after_step(self, engine: Engine, result: StepResult) -> None:
         """Hand on what has reached the host."""
         self._collect(wait=False)
 
@@ -114,7 +114,7 @@ class TrainingMonitor(StepObserver):
 
     def _take(self, row: Tensor) -> None:
         if self._writes:
-            scales = self._parts.scales
+            scales = self._engine.scales
             more = torch.stack([scales.first.current_scale.double(), scales.steps.counts[1].double()])
             self._rows.append((self._steps, LateRead(torch.cat([row[: len(NUMBERS)].double(), more.to(row.device)]))))
 
@@ -157,7 +157,7 @@ class TrainingMonitor(StepObserver):
             return ''
         stem = f'iter_{self._steps}' + (f'_rank{rank}' if rank else '')
         facts = {'iteration': self._steps, 'rank': rank}
-        return publish(found, self._folder / 'amp_diagnosis', stem, facts, low_precision(self._parts.policy))
+        return publish(found, self._folder / 'amp_diagnosis', stem, facts, low_precision(self._engine.policy))
 
 
 def monitor(
@@ -213,7 +213,7 @@ def monitor(
     session = amp_session.session_of(optimizer)
     assert session is not None
     return TrainingMonitor(
-        engines[0].parts,
+        engines[0],
         [root for _, root in session.casts.roots],
         interval,
         ranges_interval,
@@ -224,7 +224,7 @@ def monitor(
     )
 
 
-def _attach_each(engine: AmpEngine, copied: nn.Module) -> None:
+def _attach_each(engine: Engine, copied: nn.Module) -> None:
     """Attach the copies of several models that were initialised together."""
     attach_together([engine], list(copied.children()), engine.policy)
 
@@ -257,7 +257,7 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
         AmpUsageError: An optimizer that was not initialised; no such loss.
     """
     engine = _engine_of(optimizer)
-    return 1.0 if engine is None else engine.parts.scales.of(loss_id).get_scale()
+    return 1.0 if engine is None else engine.scales.of(loss_id).get_scale()
 
 
 def skipped_steps(optimizer: Optimizer) -> int:
@@ -288,8 +288,8 @@ def last_step_skipped(optimizer: Optimizer) -> bool:
 def _count(optimizer: Optimizer, place: int) -> int:
     """One of the counters of steps; 0 with ``enabled=False``."""
     engine = _engine_of(optimizer)
-    return 0 if engine is None else int(engine.parts.scales.steps.counts[place])
+    return 0 if engine is None else int(engine.scales.steps.counts[place])
 
 
-def _engine_of(optimizer: Optimizer) -> AmpEngine | None:
+def _engine_of(optimizer: Optimizer) -> Engine | None:
     return next(iter(amp_session.engines_of(optimizer)), None)

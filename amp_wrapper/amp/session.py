@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ..casting import hugging_face, region
 from ..casting.sharding import Sharding
 from ..compiler_internals import untraced
-from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
+from ..engine import Engine, attach_together, inner_optimizers, new_scalers, take_step
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
 from ..engine.optimizers import check_owners
@@ -31,7 +31,8 @@ from ..errors import AmpAttachError, AmpUsageError, short
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
 from ..torch_internals import note_step
-from . import functions, known_models, watches
+from . import functions, known_models
+from .watch import Watch
 
 _sessions: list[ReferenceType[Session]] = []
 _session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
@@ -74,25 +75,24 @@ class Session:
         check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
         self.policy = policy
         self.scalers = new_scalers(policy)
-        self.engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
+        self.engines = [Engine(policy, optimizer, self.scalers) for optimizer in optimizers]
         self._unread: dict[int, list[LateRead]] = {}
         #: The thread that used this session last.
         self.thread = threading.get_ident()
         if len(optimizers) > 1:
             for index, engine in enumerate(self.engines):
-                engine.parts.label = f'optimizer {index}'
-        if tells:
-            watches.add(self.engines, policy)
+                engine.label = f'optimizer {index}'
         if optimizers:
             # passes of this session look at the others: not at those that nobody uses any more
             _forget_dead()
-        for engine in self.engines:
-            _share_gradients(engine)
         # before masters stand in the place of their weights
         theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self.engines, models, policy, sharding)
         for engine in self.engines:
-            take_over(engine.parts, theirs)
+            take_over(engine, theirs)
+            if tells and policy.verbosity >= 1 and not engine.is_plain:
+                name = type(engine.optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
+                engine.observers.append(Watch(name, not engine.scales.is_one))
         hugging_face.watch()
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, stepped)
         if policy.autocast_dtype is not None:
@@ -105,13 +105,13 @@ class Session:
             _sessions.append(ref(self))
 
     def __repr__(self) -> str:
-        return '\n'.join(repr(engine.parts) for engine in self.engines)
+        return '\n'.join(repr(engine) for engine in self.engines)
 
-    def engine(self, optimizer: Optimizer) -> AmpEngine:
+    def engine(self, optimizer: Optimizer) -> Engine:
         """The engine of one of the optimizers."""
         return next(engine for engine in self.engines if engine.optimizer is optimizer)
 
-    def _stand_in_front(self, optimizer: Optimizer, engine: AmpEngine) -> None:
+    def _stand_in_front(self, optimizer: Optimizer, engine: Engine) -> None:
         """``step`` and ``zero_grad`` of this one object lead through the engine.
 
         They are attributes of the object, which torch neither pickles nor copies: its class, its saved form and every copy are
@@ -127,7 +127,7 @@ class Session:
                 self.thread = threading.get_ident()
                 return self._step(engine, inner_step, name, args, kwargs)
 
-            inner_optimizers.lead(each, lambda: engine.parts.in_own_step, take)
+            inner_optimizers.lead(each, lambda: engine.in_own_step, take)
 
         @untraced
         @functools.wraps(getattr(own_step, '__func__', own_step))
@@ -142,15 +142,14 @@ class Session:
         @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
             self.thread = threading.get_ident()
-            with engine.parts.behind(zero_grad=own_zero_grad):
-                engine.zero_grad(**_named('set_to_none', args, kwargs))
+            engine.zero_grad(own_zero_grad, **_named('set_to_none', args, kwargs))
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
     def _step(
         self,
-        engine: AmpEngine,
+        engine: Engine,
         own_step: Callable[..., Any],
         name: str,
         args: tuple[Any, ...],
@@ -185,15 +184,16 @@ class Session:
 
         # optimizers compute in FP32: what is cast for models is not cast here
         casts = nullcontext() if self.policy.autocast_dtype is None else region.suspended()
-        with casts, engine.parts.behind(step=bare_step):
-            outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
+        words = {} if closure is None else {'closure': closure}
+        with casts:
+            outcome = take_step(engine, None, bare_step, **words)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if outcome.skipped is None and outcome.info is not None and not capturing:
             self._unread.setdefault(id(engine), []).append(LateRead(outcome.info))
             self._read(engine, wait=False)
         return result[0] if result else None
 
-    def _read(self, engine: AmpEngine, wait: bool) -> None:
+    def _read(self, engine: Engine, wait: bool) -> None:
         """Look at the infos of steps that nobody waited for, as far as they have reached the host."""
         unread = self._unread.get(id(engine), [])
         while unread and (wait or unread[0].is_there):
@@ -203,16 +203,6 @@ class Session:
         """Say what was skipped up to now. Syncs."""
         for engine in self.engines:
             self._read(engine, wait=True)
-
-
-def _share_gradients(engine: AmpEngine) -> None:
-    """What earlier optimizers of the same weights have left there is known to this one too."""
-    mine = set(map(id, engine.weights()))
-    for session in _alive():
-        for earlier in session.engines:
-            if mine.intersection(map(id, earlier.weights())):
-                engine.parts.gradients.share(earlier.parts.gradients)
-                return
 
 
 def _asks_for_closure(error: Exception) -> bool:
@@ -273,7 +263,7 @@ def session_of(optimizer: Optimizer) -> Session | None:
     return None if found is None else found()
 
 
-def engines_of(optimizers: Any) -> list[AmpEngine]:
+def engines_of(optimizers: Any) -> list[Engine]:
     """The engines of one optimizer or several; none for those of ``enabled=False``.
 
     Args:
@@ -285,7 +275,7 @@ def engines_of(optimizers: Any) -> list[AmpEngine]:
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise AmpUsageError('optimizers=[] is empty: name every optimizer for which the backward pass makes gradients.')
-    engines: list[AmpEngine] = []
+    engines: list[Engine] = []
     off = 0
     for optimizer in given:
         if not isinstance(optimizer, Optimizer):
@@ -315,7 +305,7 @@ def engines_of(optimizers: Any) -> list[AmpEngine]:
     return engines
 
 
-def engines_beyond(engines: Iterable[AmpEngine]) -> list[AmpEngine]:
+def engines_beyond(engines: Iterable[Engine]) -> list[Engine]:
     """The engines of other sessions than that of the first of ``engines``, without the rest of these.
 
     Those that another thread uses are left alone: their gradients may be under way now.
@@ -374,7 +364,4 @@ def master_params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     session = session_of(optimizer)
     if session is None:
         return parameters_of(optimizer)
-    engine = session.engine(optimizer)
-    if engine.parts.block_watch is not None:
-        engine.parts.block_watch.see_masters()
-    return engine.master_params()
+    return session.engine(optimizer).master_params()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -27,7 +27,6 @@ class StepLists:
         weights: What the model computes with; backward passes leave their gradients there.
         copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
         devices: Where the weights are.
-        pairs: (model weight, FP32 master) where there is one.
     """
 
     def __init__(self, masters: Masters) -> None:
@@ -36,7 +35,6 @@ class StepLists:
         found = zip(self.weights, map(fp32_values.pair_of, self.weights))
         self.copies = [None if pair is None else pair.partner if pair.is_split else weight for weight, pair in found]
         self.devices = {weight.device for weight in self.weights}
-        self.pairs = masters.pairs
 
 
 class Masters:
@@ -60,7 +58,7 @@ class Masters:
     Attributes:
         kind: As given.
         have_fp32_values: Whether 16-bit weights have an FP32 value beside their own.
-        pairs: (model weight, FP32 master) for each weight with a master, in the order of the optimizer.
+        behind_masters, masters: The weights that have a master, and the master of each, in the order of the optimizer.
         layout: On which ranks the weights lay at the last step, where they are sharded.
     """
 
@@ -74,7 +72,8 @@ class Masters:
         self.optimizer = optimizer
         self.kind = kind
         self.have_fp32_values = kind != 'none'
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.behind_masters: list[nn.Parameter] = []
+        self.masters: list[nn.Parameter] = []
         self.layout = Layout(())
         self._dtype = dtype
         self._names = {id(weight): name for name, weight in (weights or {}).items()}
@@ -104,7 +103,7 @@ class Masters:
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
         parameters = self.parameters()
-        return list(map(self.weight_of, parameters)) if self.pairs else parameters
+        return list(map(self.weight_of, parameters)) if self.masters else parameters
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that are stepped themselves."""
@@ -155,9 +154,9 @@ class Masters:
             self._records.append(pair)
         self._agreed = ()
         if self.kind == 'whole':
-            self.pairs = list(zip(self._weights, self._partners))
-            self._weight_of = {id(master): weight for weight, master in self.pairs}
-            self._replace({id(weight): master for weight, master in self.pairs})
+            self.behind_masters, self.masters = self._weights, self._partners
+            self._weight_of = {id(master): weight for weight, master in zip(self._weights, self.masters)}
+            self._replace({id(weight): master for weight, master in zip(self._weights, self.masters)})
 
     def _make_pair(self, weight: nn.Parameter) -> Pair:
         name = self._names.get(id(weight))
@@ -189,7 +188,7 @@ class Masters:
         """
         self.synchronise()
         fp32_values.weights_win(self._weights)
-        self._replace({id(master): weight for weight, master in self.pairs})
+        self._replace({id(master): weight for weight, master in zip(self.behind_masters, self.masters)})
 
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
@@ -206,7 +205,7 @@ class Masters:
     @torch.no_grad()
     def write_weights(self) -> None:
         """Each weight with a master takes it, rounded to nearest-even. Idempotent."""
-        if self.pairs:
+        if self.masters:
             ops.multi_tensor_copy(self._partners, self._weights)
         self.settle()
 
@@ -220,21 +219,18 @@ class Masters:
             fp32_values.agree(self._weights)
             self._agreed = self._state()
 
-    def before_step(self, busy: Container[Tensor] = ()) -> None:
+    def before_step(self) -> None:
         """As :meth:`synchronise`, and masters of weights without a gradient follow edits of the weights through ``.data``.
 
         Such edits leave no other trace: those of a key encoder, say, that is moved after each iteration. So pairs are compared,
         on the device: before the first step all of them, for weights are written to after they were cast; later those without
         a gradient.
-
-        Args:
-            busy: Weights whose gradient lies elsewhere.
         """
         self.synchronise()
-        if not self.pairs:
+        if not self.masters:
             return
         found = zip(self._weights, attributes.gradients(self._weights), attributes.gradients(self._partners))
-        idle = [weight for weight, here, there in found if here is None and there is None and weight not in busy]
+        idle = [weight for weight, here, there in found if here is None and there is None]
         compared, self._is_new = self._weights if self._is_new else idle, False
         if compared:
             fp32_values.weights_win(compared)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..casting import fp32_values
 from ..casting.modules import class_name, is_loss
-from ..engine.parts import EngineParts
+from ..engine import Engine
 from ..errors import some
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
@@ -30,7 +30,7 @@ _LOSS_OPS = ('loss', 'binary_cross_entropy', 'cross_entropy', 'ctc')
 
 
 def diagnose(
-    step: StepRecord, model: nn.Module, parts: EngineParts, attach: Attach, several_ranks: bool = False
+    step: StepRecord, model: nn.Module, engine: Engine, attach: Attach, several_ranks: bool = False
 ) -> Diagnosis:
     """Find out why a step was not finite, from what was recorded of it. Syncs, and takes some forward and backward passes.
 
@@ -39,11 +39,11 @@ def diagnose(
     Args:
         step: What was recorded.
         model: Of the engine, with the weights that it had in the step.
-        parts: Of the engine.
+        engine: Of the optimizer.
         attach: Attaches a copy of the model.
         several_ranks: Whether gradients are averaged over several ranks.
     """
-    found = _Examination(step, model, parts, attach, several_ranks).run()
+    found = _Examination(step, model, engine, attach, several_ranks).run()
     if isinstance(model, nn.ModuleList):
         # several models that were initialised together, under the names that they have elsewhere
         found.module = named_in_list(found.module)
@@ -60,15 +60,13 @@ def named_in_list(name: str) -> str:
 
 
 class _Examination:
-    def __init__(
-        self, step: StepRecord, model: nn.Module, parts: EngineParts, attach: Attach, several_ranks: bool
-    ) -> None:
-        self._step, self._model, self._parts, self._attach = step, model, parts, attach
+    def __init__(self, step: StepRecord, model: nn.Module, engine: Engine, attach: Attach, several_ranks: bool) -> None:
+        self._step, self._model, self._engine, self._attach = step, model, engine, attach
         self._several = several_ranks
         # the call that went wrong, once it is known
         self._examined = step
-        self._policy: Policy = parts.policy
-        self._dtype = low_precision(parts.policy)
+        self._policy: Policy = engine.policy
+        self._dtype = low_precision(engine.policy)
         self._type_name = 'float32' if self._dtype is None else dtype_name(self._dtype)
 
     def run(self) -> Diagnosis:
@@ -81,7 +79,7 @@ class _Examination:
 
     def _of_state(self) -> Diagnosis | None:
         """Weights, buffers and optimizer state that are not finite, or out of range."""
-        stepped = set(map(id, self._parts.weights()))
+        stepped = set(map(id, self._engine.weights()))
         named: dict[str, Tensor] = {
             name: p for name, p in self._model.named_parameters() if p.requires_grad and id(p) in stepped
         }
@@ -111,7 +109,7 @@ class _Examination:
 
     def _eps_is_zero(self, weights: Sequence[str]) -> str:
         """What there is to say where 16-bit weights are stepped by themselves, and ``eps`` is zero in their type; or ''."""
-        optimizer, types = self._parts.optimizer, {tensor.dtype for tensor in self._parts.weights()}
+        optimizer, types = self._engine.optimizer, {tensor.dtype for tensor in self._engine.weights()}
         eps = None if optimizer is None else optimizer.defaults.get('eps')
         dtype = next((each for each in types if each in HALF_TYPES), None)
         if self._policy.master_weights or dtype is None or not isinstance(eps, float) or not eps:
@@ -126,13 +124,13 @@ class _Examination:
 
     def _bad_state(self) -> dict[str, str]:
         """What of the optimizer's state is not finite: 'weight: exp_avg'."""
-        optimizer, found = self._parts.optimizer, {}
+        optimizer, found = self._engine.optimizer, {}
         if optimizer is None:
             return {}
         for parameter, values in optimizer.state.items():
             for key, value in values.items() if isinstance(values, dict) else ():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and is_bad(_local(value)):
-                    found[f'{self._parts.name(cast(nn.Parameter, parameter))}: {key}'] = key
+                    found[f'{self._engine.name(cast(nn.Parameter, parameter))}: {key}'] = key
         return found
 
     def _of_names(self, cause: str, text: str, names: Sequence[str], exact: Mapping[str, Tensor]) -> Diagnosis:
@@ -255,7 +253,7 @@ class _Examination:
         largest = max((float(loss.scale) for loss in self._step.losses if loss.scale is not None), default=1.0)
         if scale.finite and largest > 1:
             text = f'{self._begins(place)} Gradients carry the loss scale {largest:g} there; with {scale.setting} they fit.'
-            if self._parts.scales.is_dynamic:
+            if self._engine.scales.is_dynamic:
                 text += ' A dynamic scale gets there by itself: nothing is to be done, unless steps are skipped over and over.'
             found = self._at('gradient_scale', text, place)
             found.remedies = [each for each in (scale, trials.bfloat16()) if each is not None]

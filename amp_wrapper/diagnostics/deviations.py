@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
-from ..engine.gradients.at_hand import gradients_at_hand
+from ..engine import backward
 from ..errors import AmpUsageError
 from .op_tensors import is_bad
 from .recorder import outputs_of
@@ -188,7 +188,7 @@ def run_pass(
     for module in box.model.modules():
         if isinstance(module, _DROPOUTS):
             module.eval()
-    scaler = box.engine.scalers[0]
+    scaler = box.engine.scales.scalers[0]
     tries = MOST_BACKOFFS if scaler.is_dynamic else 1
     for remaining in reversed(range(tries)):
         seeded()
@@ -196,10 +196,10 @@ def run_pass(
             loss = check_loss(loss_fn(box.model))
         # a scaler that is one for good is no scale
         scale = 1.0 if scaler.is_one else scaler.get_scale()
-        box.engine.backward(loss)
-        found = gradients_at_hand(box.engine.parts)
+        backward(box.engine, loss)
+        found = box.engine.gradients_at_hand()
         gradients = {name: grad.detach().float() / (1.0 if unscaled else scale) for name, _, grad, unscaled in found}
-        box.engine.parts.zero_grad()
+        box.engine.zero_grad()
         result = Pass(float(loss.detach()), calls, gradients, scale)
         if not math.isfinite(result.loss) or result.finite_gradients:
             break

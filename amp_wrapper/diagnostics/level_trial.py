@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..casting.modules import module_device
+from ..engine import backward, take_step
 from ..errors import AmpConfigError, AmpUsageError, nearest
 from ..policy import OPTIONS, Policy, dtype_name
 from ..policy.levels import LossScaleConfig
@@ -153,7 +154,7 @@ def run_trial(
         Exception: What the model raises at this level, such as an op without a 16-bit kernel.
     """
     with sandbox(subject.model, always_steps(policy), subject.optimizer_maker(), subject.attach) as box:
-        recorder = ModuleRecorder(box.model, policy, box.engine.parts.kept, rounds, scale=scale) if records else None
+        recorder = ModuleRecorder(box.model, policy, box.engine.kept, rounds, scale=scale) if records else None
         saved = SavedBytes(box.model)
         with ExitStack() as stack:
             if recorder is not None:
@@ -168,10 +169,10 @@ def run_trial(
         gradient_ranges: dict[str, Measured] = {}
         target = _stand_in(result) if loss is None else loss
         if target is not None and target.requires_grad and box.engine.optimizer is not None:
-            box.engine.backward(target)
+            backward(box.engine, target)
             if rounds and loss is not None:
                 gradient_ranges = _by_module(box.model, lambda parameter: parameter.grad, scale)
-            box.engine.step()
+            take_step(box.engine)
         memory = count_memory(box.model, box.engine, saved.total)
         value = None if loss is None else float(loss.detach())
         return Trial(policy, memory, value, weights, recorder, weight_ranges, gradient_ranges)
@@ -198,8 +199,8 @@ def measured_peak(subject: Subject, policy: Policy) -> int | None:
                 result = subject.run(box.model)
             target = _loss_of(result) if subject.has_loss else _stand_in(result)
             if target is not None and target.requires_grad and box.engine.optimizer is not None:
-                box.engine.backward(target)
-                box.engine.step()
+                backward(box.engine, target)
+                take_step(box.engine)
                 box.engine.zero_grad()
             del result, target
         torch.cuda.synchronize(device)
@@ -245,7 +246,7 @@ def _weight_types(box: Sandbox) -> dict[str, WeightTypes]:
     own = {id(parameter) for parameter in box.model.parameters()}
     masters: dict[int, str] = {}
     if box.engine.optimizer is not None:
-        lists = box.engine.parts.lists()
+        lists = box.engine.lists()
         for stepped, beside in zip(lists.parameters, lists.copies):
             if id(stepped) not in own and beside is not None:
                 masters[id(beside)] = dtype_name(stepped.dtype)

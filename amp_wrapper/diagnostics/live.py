@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..casting.cast_module import Watcher
 from ..casting.modules import class_name
-from ..engine.parts import EngineParts
+from ..engine import Engine
 from ..shards import local
 from .diagnosis import Diagnosis, complete
 from .monitor import low_precision
@@ -134,16 +134,16 @@ def _read(entries: list[_Entry]) -> list[Seen]:
     return [Seen(name, kind, number, given) for (name, kind, _, given), number in zip(entries, numbers)]
 
 
-def _limit(parts: EngineParts) -> float:
+def _limit(engine: Engine) -> float:
     """The largest number of the type that the level computes in."""
-    dtype = low_precision(parts.policy)
+    dtype = low_precision(engine.policy)
     return math.inf if dtype is None else torch.finfo(dtype).max
 
 
 def judge_watched(
     seen: tuple[Sequence[Seen], Sequence[Seen]],
     step: StepRecord,
-    parts: EngineParts,
+    engine: Engine,
     several_ranks: bool,
 ) -> Diagnosis:
     """Why a step was not finite, from what was seen of its modules while it ran. Nothing is tried.
@@ -151,7 +151,7 @@ def judge_watched(
     Args:
         seen: Of :meth:`LiveWatch.take`.
         step: What was recorded.
-        parts: Of the engine.
+        engine: Of the optimizer.
         several_ranks: Whether gradients are averaged over several ranks.
     """
     forward, gradients = seen
@@ -166,7 +166,7 @@ def judge_watched(
         place = forward[first]
         finite = [each for each in forward[:first] if each.is_finite]
         largest = max(finite, key=lambda each: each.largest, default=None)
-        limit = _limit(parts)
+        limit = _limit(engine)
         if largest is not None and largest.is_input and largest.largest > limit:
             numbers = f'numbers up to {largest.largest:.3g}, and the type of the level ends at {limit:.5g}'
             text = f'What the model was given is too large: {numbers}.'
@@ -186,5 +186,5 @@ def judge_watched(
     else:
         text = 'The outputs of all modules and their gradients are finite: what is not are gradients of parameters.'
         found = Diagnosis('gradient', text, phase='backward')
-    complete(found, step, parts.policy)
+    complete(found, step, engine.policy)
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..engine import AmpEngine
+from ..engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def count_memory(model: nn.Module, engine: AmpEngine | None = None, activations: int = 0) -> MemoryCount:
+def count_memory(model: nn.Module, engine: Engine | None = None, activations: int = 0) -> MemoryCount:
     """Count what a model and its optimizer hold now. No host read.
 
     Args:
@@ -65,7 +65,7 @@ def count_memory(model: nn.Module, engine: AmpEngine | None = None, activations:
     state: list[Tensor] = []
     if engine is not None and engine.optimizer is not None:
         weights = set(map(id, parameters))
-        lists = engine.parts.lists()
+        lists = engine.lists()
         for stepped, copy in zip(lists.parameters, lists.copies):
             if id(stepped) not in weights:
                 masters.append(stepped)

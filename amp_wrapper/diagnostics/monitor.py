@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..casting import fp32_values
-from ..engine.gradients.at_hand import gradients_at_hand
+from ..engine.engine import Engine, StepObserver
+from ..engine.flags import STREAK, StepResult
 from ..engine.host_read import LateRead
-from ..engine.overflow import STREAK, StepResult
-from ..engine.parts import EngineParts, StepObserver
 from ..errors import AmpConfigError
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
@@ -47,15 +46,15 @@ def is_due(step: int, interval: int) -> bool:
     return step == 1 or step % interval == 0
 
 
-def numbers_of(parts: EngineParts) -> tuple[str, ...]:
+def numbers_of(engine: Engine) -> tuple[str, ...]:
     """Those of :data:`NUMBERS` that there can be: 16-bit weights without FP32 values have none of updates, and where
     non-finite steps are not looked for, none is skipped."""
     # shards are FP32
-    has_masters = parts.policy.casts_model and (parts.policy.master_weights or bool(parts.params.layout.groups))
+    has_masters = engine.policy.casts_model and (engine.policy.master_weights or bool(engine.params.layout.groups))
     return tuple(
         name
         for name in NUMBERS
-        if (has_masters or not name.startswith('amp_update')) and (parts.scales.check or name != 'amp_skip_rate')
+        if (has_masters or not name.startswith('amp_update')) and (engine.scales.check or name != 'amp_skip_rate')
     )
 
 
@@ -132,62 +131,64 @@ class Monitor(StepObserver):
     # -- the steps of an engine --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def before_step(self, parts: EngineParts) -> None:
+    def before_step(self, engine: Engine) -> None:
         """Measure gradients and weights, where the step is due."""
         self._row = None
-        dtype = low_precision(parts.policy)
+        dtype = low_precision(engine.policy)
         if dtype is None:
             return
         if self.window_start is None:
-            self.window_start = parts.scales.steps.counts.clone()
+            self.window_start = engine.scales.steps.counts.clone()
         measured, layers = self._is_due()
-        if measured and (self._is_wanted or parts.params.layout.groups):
-            self._row = self._measure(parts, dtype, layers)
-            self._before = _masters_of(parts)
+        if measured and (self._is_wanted or engine.params.layout.groups):
+            self._row = self._measure(engine, dtype, layers)
+            self._before = _masters_of(engine)
 
     @torch.no_grad()
-    def after_step(self, parts: EngineParts, result: StepResult) -> None:
+    def after_step(self, engine: Engine, result: StepResult) -> None:
         """See what the step did, where it is measured."""
         row, self._row = self._row, None
         if row is None:
             return
         before, self._before = self._before, []
-        dtype = low_precision(parts.policy)
+        dtype = low_precision(engine.policy)
         assert dtype is not None
-        lost = _lost_updates(before, _masters_of(parts), dtype, parts.device)
-        before_it, self.window_start = self.window_start, parts.scales.steps.counts.clone()
+        lost = _lost_updates(before, _masters_of(engine), dtype, engine.device)
+        before_it, self.window_start = self.window_start, engine.scales.steps.counts.clone()
         assert before_it is not None
         steps = (self.window_start - before_it.to(self.window_start.device)).float()
         rate = torch.where(steps[0] > 0, steps[1] / steps[0].clamp(min=1), torch.nan)
         # of nothing but zeros, there is no power of two
-        numbers = [torch.where(number.isfinite(), number, torch.nan) for number in (rate.to(parts.device), *row, *lost)]
-        filled = torch.full((_ROW,), torch.nan, dtype=torch.float32, device=parts.device)
+        numbers = [
+            torch.where(number.isfinite(), number, torch.nan) for number in (rate.to(engine.device), *row, *lost)
+        ]
+        filled = torch.full((_ROW,), torch.nan, dtype=torch.float32, device=engine.device)
         filled[: len(numbers)] = torch.stack([number.float() for number in numbers])
         self._take(filled)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def _measure(self, parts: EngineParts, dtype: torch.dtype, layers: bool) -> list[Tensor]:
+    def _measure(self, engine: Engine, dtype: torch.dtype, layers: bool) -> list[Tensor]:
         found = [
             each
-            for each in gradients_at_hand(parts)
+            for each in engine.gradients_at_hand()
             # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
-            if (each[1].dtype in HALF_TYPES or not parts.policy.casts_model or is_sharded(each[1]))
+            if (each[1].dtype in HALF_TYPES or not engine.policy.casts_model or is_sharded(each[1]))
             and not each[2].is_sparse
         ]
-        nothing = torch.full((), torch.nan, dtype=torch.float32, device=parts.device)
+        nothing = torch.full((), torch.nan, dtype=torch.float32, device=engine.device)
         if not found or len({grad.device for _, _, grad, _ in found}) > 1:
             return [nothing] * 4
         gradients = local([grad for _, _, grad, _ in found])
         weights = local([weight.detach() for _, weight, _, _ in found])
         counts, largest = count_on_device([*gradients, *weights])
         half, unscaled = len(found), found[0][3]
-        scale = parts.scales.first.current_scale.to(counts.device)
+        scale = engine.scales.first.current_scale.to(counts.device)
         if layers and self._take_layers is not None:
             self._send_layers([name for name, *_ in found], dtype, counts, largest, scale, unscaled)
-        totals = parts.params.layout.exchange(counts[:half].sum(0).double())
+        totals = engine.params.layout.exchange(counts[:half].sum(0).double())
         peaks = torch.stack([largest[:half].max(), largest[half:].max()]).double()
-        peaks = parts.params.layout.exchange(peaks, greatest=True)
+        peaks = engine.params.layout.exchange(peaks, greatest=True)
         known = range_of(dtype)
         # elements keep their place above zero when the loss scale is taken out: it is the limits that move
         shift = torch.log2(scale).double() if unscaled else torch.zeros((), dtype=torch.float64, device=counts.device)
@@ -215,12 +216,12 @@ class Monitor(StepObserver):
         self._take_layers(LayerRanges(tuple(names), dtype, read, unscaled))
 
 
-def _masters_of(parts: EngineParts) -> list[Tensor]:
+def _masters_of(engine: Engine) -> list[Tensor]:
     """Copies of the FP32 values of 16-bit weights; of large models, of a part of the elements."""
-    if not parts.policy.casts_model:
+    if not engine.policy.casts_model:
         return []
     # shards are their own FP32 values
-    weights = [w for w in parts.weights() if w.requires_grad and (is_sharded(w) or fp32_values.pair_of(w) is not None)]
+    weights = [w for w in engine.weights() if w.requires_grad and (is_sharded(w) or fp32_values.pair_of(w) is not None)]
     found = local([w.detach() if is_sharded(w) else fp32_values.fp32_value(w) for w in weights])
     elements = sum(value.numel() for value in found)
     if not elements:

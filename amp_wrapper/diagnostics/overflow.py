@@ -11,9 +11,9 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from ..engine import Engine
+from ..engine.flags import SKIP, StepResult
 from ..engine.host_read import LateRead
-from ..engine.overflow import SKIP, StepResult
-from ..engine.parts import EngineParts
 from ..errors import AmpConfigError
 from ..policy.options import is_whole, plain
 from .causes import diagnose
@@ -106,52 +106,52 @@ class OverflowDiagnosis:
 
     # -- the steps of an engine --------------------------------------------------------------------------------------
 
-    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
+    def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
         """A loss is about to be scaled."""
         if self._recorder is not None:
-            self._resolve(parts, wait=False)
-            self._recorder.see_loss(parts, loss, loss_id)
+            self._resolve(engine, wait=False)
+            self._recorder.see_loss(engine, loss, loss_id)
 
-    def before_step(self, parts: EngineParts) -> None:
+    def before_step(self, engine: Engine) -> None:
         """Weights are still those of the step before, so that one can be run again now at the latest."""
-        self._resolve(parts, wait=True)
+        self._resolve(engine, wait=True)
 
-    def after_step(self, parts: EngineParts, result: StepResult) -> None:
+    def after_step(self, engine: Engine, result: StepResult) -> None:
         """The step was taken or skipped."""
         if self._recorder is None:
             return
         record = self._recorder.next_step()
         if result.skipped is not None or result.info is None:
-            self._take(parts, record, bool(result.skipped))
+            self._take(engine, record, bool(result.skipped))
         elif record.calls or record.losses:
             if not result.info.is_cuda:
-                self._take(parts, record, bool(result.info[SKIP]))
+                self._take(engine, record, bool(result.info[SKIP]))
                 return
             self._pending = (record, LateRead(result.info[SKIP : SKIP + 1].clone()))
-            self._resolve(parts, wait=False)
+            self._resolve(engine, wait=False)
 
-    def explain_streak(self, parts: EngineParts) -> str:
+    def explain_streak(self, engine: Engine) -> str:
         """Too many steps in a row were skipped: the cause, found now where it is not known yet."""
         if not self._last and self._recorder is not None:
             self._left = max(self._left, 1)
-            self._report(parts, self._recorder.step, may_fall=False)
+            self._report(engine, self._recorder.step, may_fall=False)
         return self._last
 
     # -- what became of them -----------------------------------------------------------------------------------------
 
-    def _resolve(self, parts: EngineParts, wait: bool) -> None:
+    def _resolve(self, engine: Engine, wait: bool) -> None:
         if self._pending is None or not (wait or self._pending[1].is_there):
             return
         (record, read), self._pending = self._pending, None
-        self._take(parts, record, read.wait()[0] > 0)
+        self._take(engine, record, read.wait()[0] > 0)
 
-    def _take(self, parts: EngineParts, record: StepRecord, skipped: bool) -> None:
+    def _take(self, engine: Engine, record: StepRecord, skipped: bool) -> None:
         if skipped:
             self._skips += 1
             # the first ones of a row, and then ever fewer
             # without a loss, nothing was recorded yet; without a call, torch.compile hides it
             if record.losses and self._left > 0 and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
-                self._report(parts, record)
+                self._report(engine, record)
         else:
             self._skips = self._falling = 0
             self._last = ''
@@ -159,10 +159,10 @@ class OverflowDiagnosis:
                 self._live.take()
         record.clear()
 
-    def _falls(self, parts: EngineParts, record: StepRecord) -> bool:
+    def _falls(self, engine: Engine, record: StepRecord) -> bool:
         """Whether a dynamic loss scale was too large for the step, and falls: without it, the step is finite. Syncs."""
         if (
-            not parts.scales.is_dynamic
+            not engine.scales.is_dynamic
             or self._falling >= MOST_FALLS
             or any(is_bad(loss.value) for loss in record.losses)
         ):
@@ -170,35 +170,35 @@ class OverflowDiagnosis:
         given = [each for call in record.calls for kept in call.gradients.values() for each in kept.values()]
         # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale
         has_nan = any(bool(gradient.isnan().any()) for gradient in given)
-        again = trials_of(record, self._model, parts.policy, self._attach, has_nan).without_scale()
+        again = trials_of(record, self._model, engine.policy, self._attach, has_nan).without_scale()
         return self._falling < 3 if again.refused else again.is_finite
 
-    def _report(self, parts: EngineParts, record: StepRecord, may_fall: bool = True) -> None:
+    def _report(self, engine: Engine, record: StepRecord, may_fall: bool = True) -> None:
         self._left -= 1
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = several and torch.distributed.get_world_size() > 1
         try:
             with self._around():
-                if may_fall and self._falls(parts, record):
+                if may_fall and self._falls(engine, record):
                     self._left += 1
                     self._skips -= 1
                     self._falling += 1
                     return
-                found = self._find(parts, record, several)
+                found = self._find(engine, record, several)
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on
             logger.warning(f'amp: the skipped step could not be examined ({type(error).__name__}: {error})')
             return
         self._last = ' '.join(part for part in (found.text, found.advice, path and f'Report: {path}.') if part)
-        if parts.policy.verbosity >= 1:
-            name = f'{parts.label}: ' if parts.label else ''
+        if engine.policy.verbosity >= 1:
+            name = f'{engine.label}: ' if engine.label else ''
             logger.warning(f'amp: {name}why a step was skipped: {self._last}')
 
-    def _find(self, parts: EngineParts, record: StepRecord, several: bool) -> Diagnosis:
+    def _find(self, engine: Engine, record: StepRecord, several: bool) -> Diagnosis:
         if self._live is not None:
-            return judge_watched(self._live.take(), record, parts, several)
-        found = diagnose(record, self._model, parts, self._attach, several)
+            return judge_watched(self._live.take(), record, engine, several)
+        found = diagnose(record, self._model, engine, self._attach, several)
         if not record.calls and not record.unseen:
             # it would be the same each time
             self._left = 0

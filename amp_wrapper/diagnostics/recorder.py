@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting.cast_module import Watcher
-from ..engine.parts import EngineParts
+from ..engine import Engine
 from ..policy.nested import map_tensors
 
 #: Forward calls of one step that are kept, the last ones.
@@ -201,9 +201,9 @@ class Recorder:
             done.losses.clear()
         return done
 
-    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
+    def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
         """A loss is about to be scaled, for a backward pass."""
-        scale = parts.scales.current(loss_id)
+        scale = engine.scales.current(loss_id)
         made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
         self.step.losses.append(LossRecord(loss_id, loss.detach(), None if scale is None else scale.clone(), made_by))
 

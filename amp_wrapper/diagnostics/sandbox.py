@@ -20,14 +20,14 @@ from ..casting import cast_module, region
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
-from ..engine import AmpEngine, attach_together
+from ..engine import Engine, attach_together
 from ..engine.attach import let_go
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..shards import any_sharded
 
 #: Attaches a copy of a model to an engine, as the original was attached.
-Attach = Callable[[AmpEngine, nn.Module], object]
+Attach = Callable[[Engine, nn.Module], object]
 
 #: What talks to other ranks, by its name in ``torch.distributed``.
 _COLLECTIVES = (
@@ -69,7 +69,7 @@ class Sandbox:
     """
 
     model: nn.Module
-    engine: AmpEngine
+    engine: Engine
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Sandbox:
         torch.clear_autocast_cache()
 
 
-def attach_whole(engine: AmpEngine, model: nn.Module) -> None:
+def attach_whole(engine: Engine, model: nn.Module) -> None:
     """Attach a model as ``amp.initialize`` does."""
     attach_together([engine], [model], engine.policy)
 
@@ -226,12 +226,12 @@ def sandbox(
     with isolated():
         copied = fp32_copy(model)
         optimizer = None if make_optimizer is None else made_optimizer(make_optimizer, copied)
-        engine = AmpEngine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
+        engine = Engine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
         try:
             attach(engine, copied)
             yield Sandbox(copied, engine)
         finally:
-            let_go(engine.parts)
+            let_go(engine)
 
 
 def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting.modules import is_batchnorm, module_device
+from ..engine import backward, take_step
 from ..engine.clipping import GradientClip
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy import Policy
@@ -161,7 +162,7 @@ class _Lane:
         self._task, self._plan, self._box, self.run, self._is_reference = task, plan, box, run, is_reference
         self._device = module_device(box.model)
         self._resident = 0
-        scaler = box.engine.scalers[0]
+        scaler = box.engine.scales.scalers[0]
         if not scaler.is_one:
             run.first_scale = run.scale = scaler.get_scale()
 
@@ -178,7 +179,7 @@ class _Lane:
             if not attempt:
                 run.losses.append(loss)
             run.skips += skipped
-            scaler = self._box.engine.scalers[0]
+            scaler = self._box.engine.scales.scalers[0]
             run.scale = None if scaler.is_one else scaler.get_scale()
             if saved is not None:
                 run.memory = count_memory(self._box.model, self._box.engine, saved.total)
@@ -220,9 +221,9 @@ class _Lane:
         # segments that the backward pass computes again are not kept
         with saved or nullcontext():
             loss = self._task.loss(box, batch)
-        box.engine.backward(loss)
-        result = box.engine.step(self._task.clip)
-        box.engine.parts.zero_grad()
+        backward(box.engine, loss)
+        result = take_step(box.engine, self._task.clip)
+        box.engine.zero_grad()
         if cuda:
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - began

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from ..casting.masters import Masters
 from ..casting.modules import module_device
 from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
-from ..errors import AmpAttachError, AmpUsageError, some
+from ..errors import AmpUsageError
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES, EnterObject
@@ -24,46 +25,99 @@ from . import averages
 from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
 from .ddp.reducers import Reducers, check_unknown_listeners
+from .engine import Engine, Stage
 from .optimizer_state import cast_state_to_parameters
-from .optimizers import check_owners
-from .parts import EngineParts, Stage
+from .optimizers import check_once, check_owners, check_shared
+from .state import restore_accumulation
 
 #: Integrations decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
 
 
-def attach_model(
-    parts: EngineParts,
+def attach(
+    engine: Engine,
+    model: nn.Module | None,
+    leave: tuple[type, ...] = (),
+    average: tuple[type, ...] = (),
+    foreign: Iterable[Tensor] = (),
+    enter: EnterObject | None = None,
+) -> None:
+    """Cast a model for one engine, make masters and take them into the optimizer. Does nothing when attached already.
+
+    The weights must be FP32 and final: initialised or loaded. With an optimizer that owns only some of the trainable
+    parameters (one wrapper of several), only modules whose every parameter it owns are cast.
+
+    Args:
+        engine: Of the optimizer.
+        model: The model, wrapped in DDP (every rank calls this then) or not; None where only gradients are scaled (O0, O1, O4).
+        leave: Module classes to leave alone.
+        average: Classes of averaged models, which stay FP32.
+        foreign: Parameters that other optimizers step.
+        enter: Casts tensors inside output objects of a framework's own kind.
+
+    Raises:
+        AmpAttachError: The optimizer steps nothing of the model; the model is 16-bit already or beyond float16's range,
+            cast already by somebody else, compiled, sharded, or in a DDP that cannot be carried over. Nothing has been
+            changed.
+        AmpConfigError: A ``keep_fp32`` pattern that matches nothing. Nothing has been changed.
+        AmpUsageError: No model, where the level casts it.
+    """
+    if engine.attached:
+        return
+    if not engine.policy.enabled:
+        engine.stage = Stage.READY
+        return
+    if model is not None:
+        _attach_model(engine, model, leave, average, foreign, enter)
+    elif engine.policy.casts_model:
+        raise AmpUsageError(
+            f'{engine.policy.opt_level} casts the model, but no model was handed over before the first backward: '
+            f'run the forward pass under "with optim_wrapper.optim_context(model):".'
+        )
+    _begin(engine, model)
+    pending, engine.pending = engine.pending, None
+    if pending is not None and pending.window is not None:
+        restore_accumulation(engine, pending.window)
+
+
+def _attach_model(
+    engine: Engine,
     model: nn.Module,
     leave: tuple[type, ...],
     average: tuple[type, ...],
     foreign: Iterable[Tensor],
     enter: EnterObject | None,
 ) -> None:
-    """Cast a model for one engine, make masters and take them into the optimizer; see :meth:`AmpEngine.attach`."""
-    policy, optimizer = parts.policy, parts.optimizer
+    policy, optimizer = engine.policy, engine.optimizer
     inner = roots.unwrap(model)
     distributed_internals.reshard(inner)
-    parts.names = {id(parameter): name for name, parameter in inner.named_parameters()}
-    ddp = Reducers(model, parts.weights, inner.named_parameters(), policy.verbosity >= 1)
+    engine.names = {id(parameter): name for name, parameter in inner.named_parameters()}
+    ddp = Reducers(model, engine.weights, inner.named_parameters(), policy.verbosity >= 1)
     if policy.casts_model and not ddp.ddps:
         check_unknown_listeners(inner)
-    ddp.check(not parts.is_plain, policy.casts_model)
-    check_levels(parts)
+    ddp.check(not engine.is_plain, policy.casts_model)
+    theirs = [other.weights() for other in engine.others]
+    check_shared(engine.weights(), theirs, engine.names)
     foreign = list(foreign)
     if optimizer is not None:
-        theirs = [weight for other in parts.others for weight in other.weights()]
-        check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
-    done, shared_weights = _cast_by_others(parts)
-    plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
-    _make_masters(parts, plan)
+        elsewhere = [*foreign, *itertools.chain.from_iterable(theirs)]
+        check_owners([optimizer], [inner], elsewhere, casts=policy.casts_model)
+    plan = CastPlan(
+        roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine)),
+        policy,
+        leave,
+        average,
+        enter,
+        within=[inner],
+    )
+    _make_masters(engine, plan)
     plan.apply()
-    parts.casts = plan
-    _take_cast(parts, plan, shared_weights)
+    engine.casts = plan
+    _take_cast(engine, plan)
     checks.warn(plan.rounded, plan.momentum, policy)
-    watch_buffers(parts, [('', inner)], leave)
-    parts.ddp = ddp
-    parts.shard_groups = distributed_internals.shard_groups([inner])
+    watch_buffers(engine, [('', inner)], leave)
+    engine.ddp = ddp
+    engine.shard_groups = distributed_internals.shard_groups([inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
     if optimizer is not None and plan.parameters:
@@ -73,28 +127,43 @@ def attach_model(
             logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
 
 
-def attach_parts(
-    engines: Sequence[EngineParts], models: Sequence[nn.Module], policy: Policy, sharding: Sharding | None
+def attach_together(
+    engines: Sequence[Engine], models: Sequence[nn.Module], policy: Policy, sharding: Sharding | None = None
 ) -> CastPlan:
-    """The work of :func:`amp_wrapper.engine.attach_together`, on the engines' parts."""
+    """Cast models as wholes, and make masters for all that the engines' optimizers step of them.
+
+    Unlike :func:`attach`, it does not matter which optimizer owns what, nor whether any does. Losses of each engine may reach
+    the parameters of the others.
+
+    Args:
+        engines: Not attached; with ``policy``.
+        models: FP32, not wrapped.
+        policy: The configuration.
+        sharding: How the models are sharded first; None for as they are.
+
+    Returns:
+        The plan of the casts, which takes them off.
+
+    Raises:
+        AmpAttachError: As :func:`attach`. Nothing has been changed.
+    """
     for model in models:
         roots.unwrap(model)
         distributed_internals.reshard(model)
         if policy.casts_model:
             check_unknown_listeners(model)
-    for engine in engines:
-        check_once(engine, names_of(models))
+    for place, engine in enumerate(engines):
+        if engine.optimizer is not None and not engine.is_plain:
+            check_once(engine.optimizer, engine.weights(), names_of(models))
+        check_shared(engine.weights(), [other.weights() for other in engines[:place]], names_of(models))
     if sharding is not None:
         shard(models, policy, sharding, [engine.optimizer for engine in engines if engine.optimizer is not None])
     named, names = named_roots(models), names_of(models)
-    first = next((each for each in engines if each.gradients.is_shared), engines[0] if engines else None)
     for engine in engines:
-        assert first is not None
         engine.names = names
-        engine.gradients.share(first.gradients)
         weights = [(names[id(p)], p) for p in engine.weights() if id(p) in names]
         engine.ddp = Reducers(None, engine.weights, weights, policy.verbosity >= 1)
-        join(engine, [other for other in engines if other is not engine])
+        engine.join([other for other in engines if other is not engine])
     plan = CastPlan(named, policy, covers_forward=True)
     for engine in engines:
         _make_masters(engine, plan)
@@ -105,141 +174,111 @@ def attach_parts(
         watch_buffers(engine, named)
         engine.ddp.watch(models)
         engine.shard_groups = distributed_internals.shard_groups(models)
-        begin(engine, models[0] if models else None)
+        _begin(engine, models[0] if models else None)
     if engines and plan.parameters:
         cast_module.copies_are_fp32(models)
     return plan
 
 
-def take_over(parts: EngineParts, models: Sequence[nn.Module]) -> None:
-    """After attaching: gradients that masters have from before are no news.
+def take_over(engine: Engine, models: Sequence[nn.Module]) -> None:
+    """Go on with models of earlier optimizers; gradients that their masters have from before are no news.
 
     Args:
-        parts: Of an attached engine.
+        engine: Of an attached engine.
         models: Those of earlier optimizers, whose weights this one steps.
     """
-    _follow_at_entry(parts, models)
-    watch_buffers(parts, named_roots(models))
-    parts.gradients.take_over(parts.params.pairs)
+    _follow_at_entry(engine, models)
+    watch_buffers(engine, named_roots(models))
+    engine.gradients.mark_stepped()
 
 
-def detach_model(parts: EngineParts) -> None:
-    """Take the hooks off and give back FP32 weights; see :meth:`AmpEngine.detach`."""
-    if parts.is_accumulating and parts.policy.enabled:
+def detach(engine: Engine) -> None:
+    """Take the hooks off, give the model FP32 weights (the masters) and the optimizer its own parameters back.
+
+    DDP modules average FP32 gradients again; every rank calls this.
+
+    Raises:
+        AmpUsageError: Gradients are waiting for a step; a weight and its master that were both written to.
+    """
+    if not engine.attached:
+        return
+    if engine.is_accumulating and engine.policy.enabled:
         raise AmpUsageError('detach() in the middle of an accumulation would lose its gradients: step() first.')
-    params = parts.params
-    casts = parts.casts is not None and parts.casts.parameters
+    params = engine.params
+    casts = engine.casts is not None and engine.casts.parameters
     params.release()
-    if parts.casts is not None:
-        parts.casts.remove()
-        parts.ddp.rebuild(parts.casts.parameters.values())
-    if not params.have_fp32_values and parts.optimizer is not None and casts:
-        _state_to_fp32(parts.optimizer)
-    parts.reset()
+    if engine.casts is not None:
+        engine.casts.remove()
+        engine.ddp.rebuild(engine.casts.parameters.values())
+    if not params.have_fp32_values and engine.optimizer is not None and casts:
+        _state_to_fp32(engine.optimizer)
+    engine.reset()
 
 
-def let_go(parts: EngineParts) -> None:
+def let_go(engine: Engine) -> None:
     """For a model that nobody uses any more: its memory, and that of masters and optimizer, is freed with the last reference.
 
     The hooks of a model hold its engine. An engine holds what it has of the model, and its reducers hold the engine: all of it
     would wait for Python to find these cycles.
 
     Args:
-        parts: Not to be used any more, nor the model; attached, or in the middle of it.
+        engine: Not to be used any more, nor the model; attached, or in the middle of it.
     """
-    parts.reset()
-    parts.ddp = Reducers(None, list)
+    engine.reset()
+    engine.ddp = Reducers(None, list)
 
 
-def begin(parts: EngineParts, model: nn.Module | None) -> None:
+def _begin(engine: Engine, model: nn.Module | None) -> None:
     """Everything is in place: from here on, gradients may come.
 
     Args:
-        parts: Of the engine.
+        engine: Of the engine.
         model: Its model; None where only gradients are scaled.
     """
-    device = next((parameter.device for parameter in parts.params.parameters()), None)
+    device = next((parameter.device for parameter in engine.params.parameters()), None)
     if device is None:
         device = torch.device('cpu') if model is None else module_device(model)
-    parts.device = device
-    parts.overflow.to(device)
-    parts.scales.to(device)
-    parts.stage = Stage.READY
+    engine.device = device
+    engine.flags.to(device)
+    engine.scales.to(device)
+    engine.stage = Stage.READY
 
 
-def join(parts: EngineParts, others: Iterable[object]) -> None:
-    """Say whose parameters the losses of an engine may reach as well; see :meth:`AmpEngine.join`."""
-    parts.others = tuple(others)  # type: ignore[arg-type]
-    check_levels(parts)
-
-
-def check_levels(parts: EngineParts) -> None:
-    """Refuse parameters that two optimizers step at levels that cannot share them.
-
-    Raises:
-        AmpAttachError: Names the parameters.
-    """
-    mine = {id(weight) for weight in parts.weights()}
-    policy = parts.policy
-    for other in parts.others:
-        theirs = other.policy if isinstance(other, EngineParts) else None
-        both = [weight for weight in other.weights() if id(weight) in mine]
-        casts = policy.casts_model or (theirs is not None and theirs.casts_model)
-        if both and casts and (theirs is None or _kind(theirs) != _kind(policy)):
-            names = [parts.names.get(id(weight), f'of shape {tuple(weight.shape)}') for weight in both[:5]]
-            raise AmpAttachError(
-                f'{len(both)} parameters are stepped by two optimizers ({", ".join(names)}), at '
-                f'{policy.opt_level} and {theirs.opt_level if theirs else "without this package"}: they cannot be '
-                f'16-bit for one and something else for the other. Give both the same level, or each parameter one '
-                f'optimizer: losses of the others reach it all the same.'
-            )
-
-
-def _kind(policy: Policy) -> tuple[object, ...]:
-    return policy.casts_model, policy.cast_model_type, policy.master_weights, policy.split_masters
-
-
-def _cast_by_others(parts: EngineParts) -> tuple[set[int], list[nn.Parameter]]:
-    """The modules that other engines have cast, by id, and those of their weights that this optimizer steps too."""
+def _cast_by_others(engine: Engine) -> set[int]:
+    """The modules that other engines have cast, by id."""
     # at O0 inputs and outputs are cast
-    plans = [
-        other.casts
-        for other in parts.others
-        if isinstance(other, EngineParts) and other.casts is not None and other.policy.cast_model_type is not None
-    ]
-    modules = {id(module) for plan in plans for _, root in plan.roots for module in root.modules()}
-    cast = {id(weight) for plan in plans for weight in plan.parameters.values()}
-    return modules, [weight for weight in parts.weights() if id(weight) in cast]
+    plans = [each.casts for each in engine.others if each.casts is not None and each.policy.cast_model_type is not None]
+    return {id(module) for plan in plans for _, root in plan.roots for module in root.modules()}
 
 
-def _make_masters(parts: EngineParts, plan: CastPlan) -> None:
+def _make_masters(engine: Engine, plan: CastPlan) -> None:
     """From the weights before they are rounded."""
-    policy = parts.policy
-    if parts.optimizer is not None and policy.master_weights:
+    policy = engine.policy
+    if engine.optimizer is not None and policy.master_weights:
         kind: Literal['split', 'whole'] = 'split' if policy.split_masters else 'whole'
-        parts.params = Masters(parts.optimizer, plan.parameters, kind, policy.cast_model_type)
+        engine.use_params(Masters(engine.optimizer, plan.parameters, kind, policy.cast_model_type))
 
 
-def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
+def _take_cast(engine: Engine, plan: CastPlan) -> None:
     """After the cast."""
-    optimizer = parts.optimizer
-    parts.kept = plan.kept
-    if plan.rounded and optimizer is not None and (parts.params.have_fp32_values or plan.raised):
+    optimizer = engine.optimizer
+    engine.kept = plan.kept
+    if plan.rounded and optimizer is not None and (engine.params.have_fp32_values or plan.raised):
         # of weights that are FP32 from now on, here or as masters
         _state_to_fp32(optimizer)
     averages.patch_loaded()
-    _follow_at_entry(parts, [root for _, root in plan.roots])
-    if parts.params.have_fp32_values:
+    _follow_at_entry(engine, [root for _, root in plan.roots])
+    if engine.params.have_fp32_values:
         # the cast rounded each weight; copying again settles the version counters
-        parts.params.write_weights()
+        engine.params.write_weights()
     elif optimizer is not None and not isinstance(optimizer, FusedOptimizer):
         # ours compute in FP32, and keep their state in the type they were given
-        cast_state_to_parameters(optimizer, [*plan.parameters.values(), *shared_weights])
+        cast_state_to_parameters(optimizer, [*plan.parameters.values()])
 
 
-def watch_buffers(parts: EngineParts, named: Sequence[tuple[str, nn.Module]], leave: tuple[type, ...] = ()) -> None:
+def watch_buffers(engine: Engine, named: Sequence[tuple[str, nn.Module]], leave: tuple[type, ...] = ()) -> None:
     """Restore buffers after skipped steps from now on, where steps may be skipped; optimizers of a model share its snapshot."""
-    if parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
+    if engine.optimizer is None or not engine.scales.check or not engine.policy.restore_buffers_on_skip:
         return
     for name, model in named:
         listeners = before_calls(model)
@@ -248,13 +287,13 @@ def watch_buffers(parts: EngineParts, named: Sequence[tuple[str, nn.Module]], le
         snapshot.add(model, name, leave)
         for each in listeners:
             each.snapshots.add(snapshot)
-        parts.snapshots = tuple(dict.fromkeys((*parts.snapshots, snapshot)))
+        engine.snapshots = tuple(dict.fromkeys((*engine.snapshots, snapshot)))
 
 
-def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:
-    if parts.params.kind == 'whole':
+def _follow_at_entry(engine: Engine, models: Sequence[nn.Module]) -> None:
+    if engine.params.kind == 'whole':
         for each in [each for model in models for each in before_calls(model)]:
-            each.masters.add(parts.params)
+            each.masters.add(engine.params)
 
 
 def named_roots(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -267,25 +306,6 @@ def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
     """The names of all parameters, by id."""
     named = named_roots(models)
     return {id(parameter): key for name, model in named for key, parameter in model.named_parameters(prefix=name)}
-
-
-def check_once(engine: EngineParts, names: Mapping[int, str]) -> None:
-    """Refuse an optimizer that has a parameter twice: its gradient would be unscaled twice, and have two masters.
-
-    Raises:
-        AmpAttachError: Names the parameters. Nothing has been changed.
-    """
-    seen: set[int] = set()
-    twice = []
-    for weight in () if engine.is_plain else engine.weights():
-        if id(weight) in seen:
-            twice.append(names.get(id(weight), f'one of shape {tuple(weight.shape)}'))
-        seen.add(id(weight))
-    if twice:
-        raise AmpAttachError(
-            f'{type(engine.optimizer).__name__} has parameters twice ({some(twice)}): give it each of them once, such as '
-            f'{{id(p): p for p in parameters}}.values().'
-        )
 
 
 def _state_to_fp32(optimizer: Optimizer) -> None:

@@ -1,321 +1,189 @@
-"""Surrounds the backward pass of a scaled loss: rescales, unscales and collects gradients, and sets the overflow flags."""
+"""The backward passes of one optimizer's losses, whoever runs them: the loss is scaled, and gradients come home."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Container, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import torch_internals
+from ..compiler_internals import untraced
 from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
-from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
-from .gradients.per_backward import UnscaledGradients
-from .parts import EngineParts, Stage
-
-_in_backward: Callable[[EngineParts], bool] = operator.attrgetter('gradients.in_backward')
+from .engine import Engine, Stage
+from .unscale import NO_GRAPH
 
 
-class BackwardPass:
-    """The backward pass of one loss, whoever runs it. It alone touches several engines, where there are several.
+def scale(engine: Engine, loss: Tensor, loss_id: int = 0, together: Sequence[Engine] = ()) -> Tensor:
+    """``loss`` times the scale of ``loss_id``, in float32; ``loss`` itself where nothing is scaled.
 
     Args:
-        engines: The engines that will step with its gradients. The scale of the first holds for all, and is updated; where a
-            gradient of any is non-finite, all skip their next step.
-        loss_id: Which scale.
-        beyond: Further engines whose parameters may get gradients, as those of :meth:`~amp_wrapper.engine.AmpEngine.join`.
+        engine: Of the optimizer that steps.
+        loss: Floating tensor of any shape.
+        loss_id: Which scaler; below ``num_losses``.
+        together: As in :func:`receiving`.
 
     Raises:
         AmpUsageError: No such loss.
     """
-
-    def __init__(self, engines: Sequence[EngineParts], loss_id: int, beyond: Sequence[EngineParts] = ()) -> None:
-        self.engines = engines
-        self.first = engines[0]
-        self.loss_id = loss_id
-        self.scale = scale_of(engines, loss_id)
-        self.others = [
-            other for other in (*self.first.others, *beyond) if not any(other is engine for engine in engines)
-        ]
-        self._other_engines = [other for other in self.others if isinstance(other, EngineParts)]
-        # the other optimizers whose parameters may get gradients
-        self._targets: list[tuple[EngineParts | OtherOptimizer, RescaleTarget]] = []
-        self._flags: list[Tensor | None] = []
-        self._rescaling: Rescaling | None = None
-
-    def __enter__(self) -> Callable[[], None]:
-        """The backward pass is about to begin.
-
-        Returns:
-            What to call where the pass begins inside, if passes for other optimizers may be under way by then.
-
-        Raises:
-            AmpUsageError: A pass inside another one of the same engine; several losses under ``no_sync``. All gradients are as
-                before, and so they are after any exception inside, where gradients are unscaled at each backward pass.
-        """
-        if any(map(_in_backward, self.engines)):
-            raise AmpUsageError(
-                'a backward pass inside another one that is meant for the same optimizer: leave the first '
-                '"with amp.scale_loss(...)" block before the second begins, or add the losses up.'
-            )
-        with ExitStack() as stack:
-            self._begin(stack)
-            self._stack = stack.pop_all()
-        return self.begins
-
-    def _begin(self, stack: ExitStack) -> None:
-        for engine in (*self.engines, *self._other_engines):
-            if engine.gradients.unscaled:
-                stack.callback(engine.gradients.put_back, engine.params)
-        averaged = [self._prepare(engine) for engine in self.engines]
-        if self.others:
-            self._rescaling = self._rescale_elsewhere(stack)
-        self._flags = [engine.overflow.new() if engine.scales.check else None for engine in self.engines]
-        self._unscale_on_exit(stack, averaged)
-
-    def begins(self) -> None:
-        """The pass begins; those of other losses may have come in between."""
-        with torch.no_grad():
-            self._check_alone()
-            for engine in self.engines:
-                engine.end_rescalings()
-            if self._rescaling is not None:
-                self._take_up_rescaling(self._rescaling)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # it holds this pass, and with it tensors that would wait for the garbage collector
-        self._rescaling = None
-        if kind is not None:
-            self._stack.__exit__(kind, error, trace)
-            return
-        with self._stack:
-            for engine in self.engines:
-                # gradients of other backward passes that are still under way carry other scales than this one's
-                engine.end_rescalings()
-        self._finish()
-
-    # -- before ------------------------------------------------------------------------------------------------------
-
-    def _prepare(self, engine: EngineParts) -> bool:
-        """Returns whether the gradients of the pass are averaged over the ranks; True without several ranks."""
-        engine.end_rescalings()
-        if engine.gradients.unscaled:
-            # parameters that add_param_group has added get their masters
-            engine.lists()
-        engine.forget_cleared()
-        averaged = engine.ddp.begin_backward() and not hold_back(engine.shard_groups)
-        engine.check_rest()
-        if engine.gradients.unscaled and not averaged and not engine.scales.are_shared:
-            raise AmpUsageError(
-                f'backward() with num_losses={engine.policy.num_losses} under no_sync (set_requires_gradient_sync(False)): '
-                f'unscaling each loss on arrival would '
-                f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
-            )
-        return averaged
-
-    def _unscale_on_exit(self, stack: ExitStack, averaged: Sequence[bool]) -> None:
-        taken: set[int] = set()
-        for engine, over_ranks, flag in zip(self.engines, averaged, self._flags):
-            if not isinstance(engine.gradients, UnscaledGradients):
-                engine.gradients.before_backward(engine.ddp.about_to_average())
-                continue
-            if not over_ranks and taken and any(id(weight) in taken for weight in engine.weights()):
-                raise AmpUsageError(
-                    'a backward pass under no_sync that is meant for two optimizers of the same parameters: which of them '
-                    'holds the gradients until they are averaged cannot be known. Leave no_sync out, or list one optimizer '
-                    'of each parameter.'
-                )
-            stack.enter_context(
-                engine.gradients.unscaling(
-                    [pair for pair in engine.params.pairs if not taken or id(pair[0]) not in taken],
-                    [p for p in engine.params.without_master() if not taken or id(p) not in taken],
-                    self.loss_id,
-                    None if self.scale is None else self.scale.to(engine.device),
-                    over_ranks,
-                    flag,
-                    lambda engine=engine: _check_finished(engine),  # type: ignore[misc]
-                    in_buckets=bool(engine.ddp.ddps),
-                )
-            )
-            if len(self.engines) > 1:
-                taken.update(map(id, engine.weights()))
-
-    # -- parameters of others ----------------------------------------------------------------------------------------
-
-    def _rescale_elsewhere(self, stack: ExitStack) -> Rescaling:
-        """What the pass brings to parameters of others is put on their scales."""
-        self._targets = self._find_targets()
-        averaged: Container[int] = self.first.ddp.about_to_average(everywhere=True) if self._targets else ()
-        others = {target: other for other, target in self._targets}
-        rescaling = stack.enter_context(
-            Rescaling(list(others), self.scale, averaged, lambda target: self._hand_over(others[target], target))
-        )
-        for other, target in self._targets:
-            if isinstance(other, EngineParts):
-                other.rescalings.append((rescaling, target))
-                stack.callback(other.rescalings.remove, (rescaling, target))
-        return rescaling
-
-    def _find_targets(self) -> list[tuple[EngineParts | OtherOptimizer, RescaleTarget]]:
-        mine = {id(weight) for engine in self.engines for weight in engine.weights()}
-        targets: list[tuple[EngineParts | OtherOptimizer, RescaleTarget]] = []
-        seen: set[int] = set()
-        for other in self.others:
-            if isinstance(other, EngineParts):
-                other.forget_cleared()
-            theirs = other.weights()
-            if isinstance(other, EngineParts):
-                _check_not_mixed(other, [weight for weight in theirs if id(weight) in mine])
-            target = other.rescale_target([weight for weight in theirs if id(weight) not in mine])
-            again = [weight for weight in target.parameters if id(weight) in seen]
-            seen.update(map(id, target.parameters))
-            if again:
-                target.parameters = [weight for weight in target.parameters if not any(weight is w for w in again)]
-                # without any scale it does not matter who takes them
-                if target.scale() is not None or any(s.scale() is not None for _, s in targets):
-                    target.contested = again
-            targets.append((other, target))
-        return targets
-
-    def _take_up_rescaling(self, rescaling: Rescaling) -> None:
-        """This pass goes on where another one may have come in between."""
-        for other, target in self._targets:
-            if not rescaling.is_open(target):
-                if isinstance(other, EngineParts):
-                    other.forget_cleared()
-                rescaling.open(target)
-
-    def _hand_over(self, other: EngineParts | OtherOptimizer, target: RescaleTarget) -> None:
-        if not target.arrived or target.found_inf is None:
-            return
-        if self.first.scales.check and not self.first.scales.are_shared:
-            # the scale of this loss was too large there, so it has to fall. Scripts name the optimizers that step; gradients
-            # elsewhere are mostly thrown away, and do not count
-            self.first.overflow.add_elsewhere(self.loss_id, target.found_inf)
-        if isinstance(other, EngineParts):
-            other.receive(target.found_inf, target.parameters)
-
-    def _check_alone(self) -> None:
-        """Within a backward() call: another block's loss may be a part of what it differentiates."""
-        call = torch_internals.graph_task_id()
-        for engine in self.engines:
-            engine.call = call
-        if any(other.gradients.in_backward and other.call == call for other in self._other_engines):
-            raise AmpUsageError(
-                'one backward() of two scaled losses, each of a "with amp.scale_loss(...)" block of its own: which of the two '
-                'scales a gradient carries cannot be known. Call backward() for each, or scale the sum: '
-                'amp.scale_loss(loss0 + loss1, [optimizer0, optimizer1]).'
-            )
-
-    # -- after -------------------------------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        for engine in self.engines:
-            engine.ddp.end_backward()
-        if self.first.gradients.sums is not None:
-            self.first.gradients.collect(self.first.weights())
-        if self.first.gradients.unscaled:
-            self._tell_flags()
-        self.first.overflow.use(self.loss_id)
-        for engine in self.engines:
-            engine.overflow.named = True
-            engine.stage = Stage.ACCUMULATING
-
-    def _tell_flags(self) -> None:
-        """Set the overflow flag of every engine if any has found one; the loss scale is updated by the first alone."""
-        found = [flag for flag in self._flags if flag is not None]
-        if not found:
-            return
-        device = self.first.device
-        worst = found[0] if len(found) == 1 else torch.stack([flag.to(device) for flag in found]).max()
-        self.first.overflow.add(self.loss_id, worst)
-        others = [other for other in self._other_engines if other.gradients.unscaled]
-        mine = {id(weight) for engine in self.engines for weight in engine.weights()} if others else set()
-        sharing = [other for other in others if mine.intersection(map(id, other.weights()))]
-        for engine in (*self.engines[1:], *sharing):
-            engine.add_of_others(worst)
+    scaler = engine.scales.of(loss_id)
+    for each in (engine, *together):
+        for observer in each.observers:
+            observer.see_loss(engine, loss, loss_id)
+    return scaler.scale(loss, _scale_of(engine, loss_id))
 
 
-def scale_of(engines: Sequence[EngineParts], loss_id: int) -> Tensor | None:
-    """The scale of the coming pass: that of the gradients which wait for it, or the present one; None for 1.
+def _scale_of(engine: Engine, loss_id: int) -> Tensor | None:
+    """The scale of the coming pass, a float32 scalar: that of gradients which FSDP2 keeps, or the present one; None for 1."""
+    held = engine.gradients.held
+    # it may have moved since, where engines share it
+    return held[1] if held is not None and held[0] == loss_id else engine.scales.pinned(loss_id)
+
+
+@untraced
+def backward(engine: Engine, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
+    """Scale the loss and run its backward pass.
 
     Args:
-        engines: Those that the pass is meant for.
-        loss_id: Which scale of the first.
+        engine: Of the optimizer that steps.
+        loss: Scalar.
+        loss_id: Which scaler; below ``num_losses``.
+        **kwargs: For :meth:`torch.Tensor.backward`.
 
     Raises:
-        AmpUsageError: No such loss.
+        AmpUsageError: No such loss; several losses of which FSDP2 keeps the gradients; ``create_graph=True`` with a scale or
+            masters.
     """
-    for engine in engines:
-        held = engine.gradients.held
-        if held is not None and held.loss_id == loss_id:
-            # the scale may have moved since, where engines share it
-            return held.scale
-    return engines[0].scales.pinned(loss_id)
+    scaled = scale(engine, loss, loss_id)
+    if kwargs.get('create_graph') and (engine.params.have_fp32_values or not engine.scales.is_one):
+        raise AmpUsageError(NO_GRAPH)
+    with receiving(engine, loss_id):
+        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
 
-def _check_not_mixed(other: EngineParts, both: Sequence[Tensor]) -> None:
-    # unscaled at each backward pass, the gradients of both may be added up
-    if both and not other.gradients.unscaled and other.is_accumulating and other.has_gradient(both):  # type: ignore[arg-type]
-        raise AmpUsageError(
-            'backward() of one wrapper while another one, which steps the same parameters, has gradients waiting: '
-            'two losses would be mixed that carry different scales. Finish one accumulation before the other begins.'
-        )
-
-
-def _check_finished(engine: EngineParts) -> None:
-    if engine.ddp.is_unfinished():
-        raise AmpUsageError(
-            f'backward() with num_losses={engine.policy.num_losses} reached only some of the parameters that the forward '
-            f'pass used, and DistributedDataParallel waits for the others before it averages: run the model once for '
-            f'each loss, with find_unused_parameters=True, or add the losses up.'
-        )
-
-
-class SimplePass:
-    """The backward pass of an engine that has one loss, no DDP and no other optimizer beside it: there is little to do.
+@contextmanager
+def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ()) -> Iterator[list[Engine]]:
+    """Surround one backward pass of a loss that :func:`scale` has scaled, whoever runs it. No host read.
 
     Args:
-        engine: Whose loss it is.
+        engine: Of the first optimizer that steps. Its scale holds for all, and is updated.
+        loss_id: Which scaler.
+        together: Further engines that will step with its gradients; where one of any is non-finite, all skip their next step.
+
+    Yields:
+        An empty list; at the end it has the engines to which gradients have come.
+
+    Raises:
+        AmpUsageError: As :func:`backward`; inside another pass of one of the engines. After an exception inside, what has
+            come by then is there, unscaled, as torch leaves it.
+    """
+    named = [engine, *together]
+    reached = [*named, *(each for each in engine.others if each not in named)]
+    if any(each.gradients.in_backward for each in reached):
+        raise AmpUsageError(
+            'a backward pass inside another one of the same optimizers: leave the first "with amp.scale_loss(...)" block '
+            'before the second begins, or add the losses up: amp.scale_loss(loss0 + loss1, [optimizer0, optimizer1]).'
+        )
+    loss_scale = _scale_of(engine, loss_id)
+    passes = [_Pass(each, loss_scale, loss_id if each is engine else None, each in named) for each in reached]
+    came: list[Engine] = []
+    try:
+        for each in passes:
+            each.begin()
+        yield came
+    except BaseException:
+        for each in passes:
+            each.end()
+            each.note_others()
+        raise
+    for each in passes:
+        each.end()
+    for each in passes[len(named) :]:
+        each.note_others()
+    came += [each.engine for each in passes if each.has_come]
+    _note_own(passes[: len(named)], passes, loss_id)
+
+
+class _Pass:
+    """One backward pass, as one of the engines that it may reach sees it.
+
+    Args:
+        engine: That engine.
+        scale: Of the loss, a float32 scalar; None for 1.
+        loss_id: The engine's own loss; None for one of another engine.
+        is_named: Whether the pass is meant for this engine.
+
+    Attributes:
+        engine: As given.
+        flag: float32 scalar, 1.0 where a gradient is non-finite; None where nobody asks, or where the step finds out.
+        has_come: Set at the end: whether the pass has brought anything.
     """
 
-    __slots__ = ('_engine',)
+    def __init__(self, engine: Engine, scale: Tensor | None, loss_id: int | None, is_named: bool) -> None:
+        self.engine, self._loss_id, self._is_named = engine, loss_id, is_named
+        self._scale = None if scale is None else scale.to(engine.device)
+        self.flag: Tensor | None = None
+        self.has_come = False
 
-    def __init__(self, engine: EngineParts) -> None:
-        self._engine = engine
+    def begin(self) -> None:
+        """Bring what waits to the scale of the pass."""
+        engine, gradients = self.engine, self.engine.gradients
+        known = None
+        if gradients.after_each_pass:
+            engine.tidy_up()
+            known = engine.flags.skipped(but=self._loss_id)
+            if engine.shard_groups and self._is_named and self._scale is not None:
+                self._hold(self._scale, hold_back(engine.shard_groups))
+            if engine.scales.check or not self._is_named:
+                self.flag = engine.flags.new()
+        gradients.begin_pass(self._scale, engine.ddp.averages(), known)
 
-    def __enter__(self) -> None:
-        self._engine.gradients.begin()
+    def _hold(self, scale: Tensor, keeps: bool) -> None:
+        """FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
+        held, loss_id = self.engine.gradients.held, self._loss_id or 0
+        if held is not None and held[0] != loss_id:
+            raise AmpUsageError(
+                f'backward() of loss {loss_id} while FSDP2 keeps gradients of loss {held[0]} until they are averaged '
+                f'(set_requires_gradient_sync(False)): their scales would mix. Finish the accumulation of one loss before the '
+                f'next, or use one loss_id for both.'
+            )
+        self.engine.gradients.held = (loss_id, scale) if keeps else None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            engine = self._engine
-            if engine.gradients.sums is not None:
-                engine.gradients.collect(engine.weights())
-            engine.overflow.use(0)
-            engine.overflow.named = True
+    def end(self) -> None:
+        """Bring everything home."""
+        gradients = self.engine.gradients
+        self.has_come = gradients.in_backward and gradients.end_pass(self._scale, self.flag)
+
+    def note_others(self) -> None:
+        """Gradients have come from a loss that is not for this engine, or from a pass that was broken off."""
+        engine, flag = self.engine, self.flag
+        if not self.has_come:
+            return
+        if flag is not None and engine.scales.check:
+            engine.flags.add(flag)
+        elif flag is not None:
+            # nobody looks before it steps
+            engine.gradients.zero_where(flag)
+        engine.flags.reached = True
+        if engine.attached:
             engine.stage = Stage.ACCUMULATING
 
 
-def backward_pass(engine: EngineParts, loss_id: int) -> BackwardPass | SimplePass:
-    """What surrounds the backward pass of a loss that is meant for one engine.
-
-    Args:
-        engine: Whose loss it is.
-        loss_id: Which scale.
-
-    Raises:
-        AmpUsageError: No such loss.
-    """
-    simple = not (
-        engine.others or engine.rescalings or engine.gradients.unscaled or engine.ddp.ddps or engine.overflow.has_others
-    )
-    return SimplePass(engine) if simple else BackwardPass([engine], loss_id)
+def _note_own(named: Sequence[_Pass], passes: Sequence[_Pass], loss_id: int) -> None:
+    """After a pass: say which step is skipped, and whose scale falls."""
+    engine = named[0].engine
+    engine.flags.used[loss_id] = True
+    for each in named:
+        each.engine.flags.named = True
+        each.engine.stage = Stage.ACCUMULATING
+    # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
+    # gradients elsewhere are mostly thrown away, and do not count
+    counted = named if engine.scales.are_shared else [each for each in passes if each.has_come]
+    found = [each.flag.to(engine.device) for each in counted if each.flag is not None]
+    if found and engine.scales.check:
+        worst = found[0] if len(found) == 1 else torch.stack(found).max()
+        engine.flags.add(worst, loss_id)
+        for each in named[1:]:
+            each.engine.flags.add(worst)

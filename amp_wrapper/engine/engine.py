@@ -1,73 +1,168 @@
-"""Mixed precision for one optimizer: the order of a training step, written once."""
+"""Mixed precision for one optimizer: all its state, forward passes, and what happens between backward passes and step."""
 
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import ops
+from ..casting import kept, plan, region
+from ..casting.masters import Masters, StepLists
+from ..casting.modules import module_device
 from ..checkpoint.format import SavedAmp
-from ..compiler_internals import untraced
+from ..compiler_internals import eager_block, untraced
+from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
-from ..policy import Policy
-from ..policy.nested import EnterObject
-from . import attach, forward
-from .backward import BackwardPass, backward_pass, scale_of
-from .clipping import GradientClip
-from .gradients.cross_optimizer import OtherOptimizer
-from .gradients.unscale import NO_GRAPH
-from .loss_scale import LossScaler
-from .overflow import StepResult
-from .parts import EngineParts, Stage
-from .state import check_state, load_state, restore_accumulation, state_of
-from .step import EagerStep, FusedStep, StepChecks, finish_gradients, step_with_closure
+from ..policy import Policy, said_once
+from . import optimizers, unscale
+from .buffer_snapshot import BufferSnapshot
+from .clipping import ShardNorm
+from .ddp.reducers import Reducers
+from .flags import Flags, SkipMonitor, StepResult
+from .gradients import Gradients
+from .loss_scale import LossScaler, LossScales
 
 
-class AmpEngine:
+class Stage(enum.Enum):
+    """Where an engine stands between two optimizer steps."""
+
+    DETACHED = 'not attached to a model'
+    READY = 'attached, no gradients'
+    ACCUMULATING = 'gradients of one or more backward passes'
+
+
+class StepObserver:
+    """Is told of losses and steps, as they come. It changes nothing; an engine without one calls nothing."""
+
+    def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
+        """A loss is about to be scaled by the scale of ``engine``, for a backward pass."""
+
+    def before_step(self, engine: Engine) -> None:
+        """A step is about to be taken, or skipped; :meth:`Engine.gradients_at_hand` finds the gradients."""
+
+    def after_step(self, engine: Engine, result: StepResult) -> None:
+        """A step was taken or skipped. Gradients have not been cleared yet; they may be unscaled or clipped by now."""
+
+    def explain_streak(self, engine: Engine) -> str:
+        """Too many steps in a row were skipped: what to add to the error, or an empty string."""
+        return ''
+
+
+class Engine:
     """Mixed precision for one optimizer.
 
     The path of one update:
 
-    1. :meth:`scale`: the loss times the loss scale, which does not change before 7;
-    2. :meth:`backward`: gradients arrive on the model weights, 16-bit where these are, and are averaged over the ranks;
-    3. :meth:`step` looks for weights that somebody else changed (they win over their masters),
+    1. :func:`~amp_wrapper.engine.backward.scale`: the loss times the loss scale, which does not change before 7;
+    2. :func:`~amp_wrapper.engine.backward.backward`: gradients arrive on the model weights, 16-bit where these are, and are
+       averaged over the ranks;
+    3. :func:`~amp_wrapper.engine.step.take_step` looks for weights that somebody else changed (they win over their masters),
     4. finds out whether any gradient element is non-finite, and how long the gradient is,
     5. decides, the same on every rank,
     6. unscales, clips, steps the optimizer and copies masters to the model weights, or skips all of this,
     7. moves the loss scale.
 
     With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one
-    pass over everything, and the host reads nothing (:class:`~amp_wrapper.engine.step.FusedStep`). With any other one,
-    unscaling comes first, together with 4, and each of the rest is a pass of its own
-    (:class:`~amp_wrapper.engine.step.EagerStep`).
-    Gradients of several losses, and of engines that share their scales, are unscaled at the end of 2 (``UnscaledGradients``).
+    pass over everything, and the host reads nothing. With any other one, unscaling comes first, together with 4, and each of
+    the rest is a pass of its own. Gradients of several losses or optimizers are unscaled and checked at the end of 2
+    (:class:`~amp_wrapper.engine.gradients.Gradients`).
 
     Args:
         policy: The configuration.
         optimizer: Any :class:`torch.optim.Optimizer` whose ``step`` needs no closure, or None for inference.
-        scalers: The loss scales, where several engines share them; one for each loss. Gradients are unscaled at each backward
-            pass then, so that none depends on when another engine steps. None: scales of its own.
+        scalers: The loss scales, where several engines share them; one for each loss. None: scales of its own.
 
     Raises:
         AmpAttachError: An optimizer that cannot be wrapped.
 
     Attributes:
-        parts: What it is composed of.
+        policy, optimizer: As given.
+        stage: Where it stands between two optimizer steps.
+        params: What the optimizer steps, and what the model computes with.
+        scales: The loss scales.
+        flags: What was non-finite since the last step.
+        monitor: What the host knows of skipped steps.
+        gradients: Where gradients wait for the step.
+        ddp, shard_groups: The DDP modules that average them, and the groups of FSDP2 that do.
+        snapshots: The buffers as they were before the forward calls of the present step; none where no step is skipped.
+        others: Whose parameters the losses of this engine may reach as well.
+        casts: The plan of the casts of the model, which takes them off; None without.
+        kept: The modules that the cast keeps in FP32, by id, with the reasons.
+        names: The qualified names of the model's parameters, by id.
+        label, observers: What log lines call this engine, where there are several; what watches its steps.
+        in_own_step: Whether the optimizer's own ``step`` runs.
+        pending: Read from a checkpoint before there was a model to put it into.
+        knows_pairs: How many pairs of weight and master there were in the process when a step last looked for late ones.
     """
 
     def __init__(
         self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None = None
     ) -> None:
-        self.parts = EngineParts(policy, optimizer, scalers)
-        self._fused = FusedStep(self.parts)
-        self._eager = EagerStep(self.parts)
-        self._checks = StepChecks(self.parts)
+        self.policy = policy
+        self.optimizer = optimizer
+        self.stage = Stage.DETACHED
+        self.label = ''
+        self.observers: list[StepObserver] = []
+        self.device = torch.device('cpu')
+        self.names: dict[int, str] = {}
+        self.others: tuple[Engine, ...] = ()
+        self.scales = LossScales(policy, scalers)
+        self.flags = Flags(policy.num_losses)
+        self.monitor = SkipMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
+        self.kept: Mapping[int, kept.Kept] = {}
+        self.pending: SavedAmp | None = None
+        self.in_own_step = False
+        self.knows_pairs = -1
+        self.reset()
+        if policy.enabled and optimizer is not None:
+            optimizers.check_optimizer(optimizer)
+            if policy.split_masters:
+                optimizers.check_steps_split(optimizer)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AmpEngine:
+    def reset(self) -> None:
+        """Let go of the model."""
+        self.use_params(Masters(self.optimizer))
+        self.ddp = Reducers(None, self.weights)
+        self.shard_groups: list[Any] = []
+        self.snapshots: tuple[BufferSnapshot, ...] = ()
+        self.casts: plan.CastPlan | None = None
+        self.stage = Stage.DETACHED
+
+    def use_params(self, params: Masters) -> None:
+        """Step these from now on; no gradient waits."""
+        policy = self.policy
+        sums = policy.accumulate_in_fp32 and policy.casts_model
+        several = policy.num_losses > 1 or self.scales.are_shared
+        self.params = params
+        self.gradients = Gradients(params, bool(self.others) or (policy.enabled and (sums or several)))
+
+    def join(self, others: Iterable[Engine]) -> None:
+        """Say whose parameters the losses of this engine may reach as well, before attaching.
+
+        Args:
+            others: The engines of one training, without this one.
+
+        Raises:
+            AmpAttachError: A parameter that two optimizers step.
+        """
+        others = tuple(others)
+        optimizers.check_shared(self.weights(), [other.weights() for other in others], self.names)
+        self.others = others
+        self.use_params(self.params)
+
+    def __repr__(self) -> str:
+        # reads the device
+        scale = f', loss scale {self.scales.describe()}' if self.policy.enabled and not self.scales.is_one else ''
+        return f'amp: {self.policy.describe()}{scale}; {self.stage.value}'
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         if self.attached and self.policy.enabled:
             raise AmpUsageError(
                 'a deep copy of an attached wrapper would know neither the copied weights nor their masters: copy before the '
@@ -78,156 +173,74 @@ class AmpEngine:
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    # -- what it is --------------------------------------------------------------------------------------------------
-
-    @property
-    def policy(self) -> Policy:
-        """The configuration."""
-        return self.parts.policy
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """Whose step it is."""
-        return self.parts.optimizer
-
-    @property
-    def stage(self) -> Stage:
-        """Where it stands between two optimizer steps."""
-        return self.parts.stage
-
-    @property
-    def scalers(self) -> list[LossScaler]:
-        """The loss scales, one for each loss."""
-        return self.parts.scales.scalers
+    # -- what there is -----------------------------------------------------------------------------------------------
 
     @property
     def attached(self) -> bool:
-        """Whether :meth:`attach` has run."""
-        return self.parts.attached
+        """Whether a model was attached, or none is needed."""
+        return self.stage is not Stage.DETACHED
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients have come since the last step."""
+        return self.stage is Stage.ACCUMULATING
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether there are gradients that only ``take_step`` puts right: scaled ones, and such as masters lack."""
+        if not self.policy.enabled:
+            return False
+        gradients = self.gradients
+        waits = not self.scales.is_one or (bool(self.params.masters) and not gradients.after_each_pass)
+        return (self.is_accumulating and waits) or gradients.has_plain
 
     @property
     def is_plain(self) -> bool:
         """Whether gradients go from backward to the optimizer untouched and unchecked."""
-        return self.parts.is_plain
-
-    # -- weights and masters -----------------------------------------------------------------------------------------
+        return not self.policy.enabled or (self.scales.is_one and not self.scales.check and not self.policy.casts_model)
 
     def weights(self) -> list[nn.Parameter]:
         """The model's parameters that the optimizer steps: the weights behind masters, and those without a master."""
-        return self.parts.weights()
+        return self.params.weights()
+
+    def lists(self) -> StepLists:
+        """What the optimizer steps, and the model weights behind it."""
+        return self.params.lists()
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """The qualified name of a weight, or of the weight behind a master."""
+        weight = self.params.weight_of(parameter)
+        return self.names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
+
+    def gradients_at_hand(self) -> list[tuple[str, Tensor, Tensor, bool]]:
+        """The gradients before a step, for whoever looks at them.
+
+        Returns:
+            (name of the weight, weight of the model, gradient, whether the loss scale has been taken out of it), for those
+            weights that have a gradient.
+        """
+        lists, unscaled = self.lists(), self.gradients.after_each_pass
+        found = zip(lists.weights, self.gradients.to_step(lists))
+        return [(self.name(weight), weight, grad, unscaled) for weight, grad in found if grad is not None]
 
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: FP32 masters, 16-bit weights that are split, and FP32 parameters.
 
         Masters of weights that somebody wrote to have the new values."""
-        params = self.parts.params
+        params = self.params
         params.adopt()
         with suppress(AmpUsageError):
             # where weight and master were both written to, the error comes when one of them would be lost
             params.synchronise()
         yield from params.parameters()
 
-    def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
-        """Say that model weights were edited, through ``.data`` too: the masters follow the weights. Syncs.
-
-        Args:
-            tensors: The edited parameters; all of them by default, but split weights have to be named.
-
-        Returns:
-            The names of the weights that differed from their masters, or that are split.
-
-        Raises:
-            AmpUsageError: No ``tensors``, and the weights are split, or a master was written to as well; a master among them.
-        """
-        return self.parts.params.changed('weight', tensors)
-
-    def masters_changed(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Say that FP32 masters were edited, through ``.data`` too: the weights follow the masters. No host read.
-
-        Args:
-            tensors: The edited masters; all of them by default. Split weights are their own, and have to be named.
-
-        Raises:
-            AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
-        """
-        self.parts.params.changed('master', tensors)
-
-    # -- attaching ---------------------------------------------------------------------------------------------------
-
-    def join(self, others: Iterable[AmpEngine | OtherOptimizer]) -> None:
-        """Say whose parameters the losses of this engine may reach as well, before attaching.
-
-        Args:
-            others: The engines and plain optimizers of one training, without this one.
-
-        Raises:
-            AmpAttachError: A parameter that two optimizers step, at levels that cannot share it.
-        """
-        attach.join(self.parts, [other.parts if isinstance(other, AmpEngine) else other for other in others])
-
-    def attach(
-        self,
-        model: nn.Module | None,
-        leave: tuple[type, ...] = (),
-        average: tuple[type, ...] = (),
-        foreign: Iterable[Tensor] = (),
-        enter: EnterObject | None = None,
-    ) -> None:
-        """Cast the model, make masters and take them into the optimizer. Does nothing when attached already.
-
-        The weights must be FP32 and final: initialised or loaded. With an optimizer that owns only some of the
-        trainable parameters (one wrapper of several), only modules whose every parameter it owns are cast. Modules that
-        another optimizer's engine has cast to the same type are shared with it, masters included.
-
-        Args:
-            model: The model, wrapped in DDP (every rank calls this then) or not; None where only gradients are scaled (O0,
-                O1, O4).
-            leave: Module classes to leave alone.
-            average: Classes of averaged models, which stay FP32.
-            foreign: Parameters that other optimizers step.
-            enter: Casts tensors inside output objects of a framework's own kind.
-
-        Raises:
-            AmpAttachError: The optimizer steps nothing of the model; the model is 16-bit already or beyond float16's range,
-                cast already by somebody else, compiled, sharded, or in a DDP that cannot be carried over. Nothing has been
-                changed.
-            AmpConfigError: A ``keep_fp32`` pattern that matches nothing. Nothing has been changed.
-        """
-        parts = self.parts
-        if parts.attached:
-            return
-        if not parts.policy.enabled:
-            parts.stage = Stage.READY
-            return
-        if model is not None:
-            attach.attach_model(parts, model, leave, average, foreign, enter)
-        elif parts.policy.casts_model:
-            raise AmpUsageError(
-                f'{parts.policy.opt_level} casts the model, but no model was handed over before the first backward: '
-                f'run the forward pass under "with optim_wrapper.optim_context(model):".'
-            )
-        attach.begin(parts, model)
-        pending, parts.pending = parts.pending, None
-        if pending is not None and pending.window is not None:
-            restore_accumulation(parts, pending.window)
-
-    def detach(self) -> None:
-        """Take the hooks off, give the model FP32 weights (the masters) and the optimizer its own parameters back.
-
-        DDP modules average FP32 gradients again; every rank calls this.
-
-        Raises:
-            AmpUsageError: Gradients are waiting for a step; a weight and its master that were both written to.
-        """
-        if self.parts.attached:
-            attach.detach_model(self.parts)
-
-    # -- a training step ---------------------------------------------------------------------------------------------
+    # -- a forward pass ----------------------------------------------------------------------------------------------
 
     @untraced
     def before_forward(self, model: nn.Module) -> None:
-        """Weights follow masters that somebody wrote to, and the other way round. DDP modules take notice of parameters that
-        were frozen, unfrozen or added since the last forward call. Every rank calls this, before it enters ``no_sync``.
+        """Let weights follow masters that somebody wrote to, and the other way round, and DDP the parameters that train.
+
+        Every rank calls this, before it enters ``no_sync``.
 
         Args:
             model: What is about to run.
@@ -236,118 +249,117 @@ class AmpEngine:
             AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
                 and its master that were both written to.
         """
-        if self.policy.enabled:
-            forward.prepare(self.parts, model)
+        if not self.policy.enabled:
+            return
+        for engine in (self, *self.others):
+            engine.params.synchronise()
+        # parts that are called inside of the context are not told of. DDP broadcasts buffers in its call, which comes first
+        for snapshot in () if self.ddp.ddps else self.snapshots:
+            snapshot.begin()
+        if self.ddp.joins() and not self.is_plain:
+            raise AmpUsageError(
+                'DistributedDataParallel.join(): ranks that take more steps than others would move their loss scale and '
+                'masters alone. Give every rank the same number of iterations, or use O0.'
+            )
+        self.ddp.follow(model, self._has_waiting)
 
-    def forward_context(self, model: nn.Module) -> AbstractContextManager[None]:
-        """What surrounds a training forward call: autocast at O1 and O4, nothing at the levels that cast.
+    def _has_waiting(self, ids: Iterable[int]) -> bool:
+        """Whether any of these weights, by id, has a gradient that waits for a step."""
+        chosen, found = set(ids), zip(self.weights(), self.params.parameters())
+        return self.is_accumulating and any(
+            weight.grad is not None or stepped.grad is not None for weight, stepped in found if id(weight) in chosen
+        )
+
+    @eager_block
+    @contextmanager
+    def forward_context(self, model: nn.Module) -> Iterator[None]:
+        """What surrounds a training forward call: a region, and autocast at O1 and O4.
 
         Args:
             model: Says on which device autocast works.
         """
-        return forward.surround(self.parts, model)
+        policy = self.policy
+        kind = region.AS_AROUND
+        if policy.runs_16_bit:
+            kind = region.OPERANDS if policy.casts_model else region.REGISTRY
+        before = said_once.speaks(policy.verbosity >= 1)
+        try:
+            dtype = policy.autocast_dtype if policy.enabled else None
+            casts: AbstractContextManager[Any] = nullcontext()
+            if dtype is not None:
+                casts = region.autocast(module_device(model).type, dtype)
+            # for models whose train_step does not call them
+            with region.spare(kind), region.operands(kind), casts:
+                yield
+        finally:
+            said_once.speaks(before)
 
-    def scale(self, loss: Tensor, loss_id: int = 0, together: Sequence[AmpEngine] = ()) -> Tensor:
-        """``loss`` times the scale of ``loss_id``, in float32; ``loss`` itself where nothing is scaled.
+    # -- between passes and step -------------------------------------------------------------------------------------
+
+    def tidy_up(self) -> None:
+        """Put in order what waits, before a backward pass adds to it."""
+        # parameters that add_param_group has added get their masters
+        self.lists()
+        self.take_plain()
+        is_kept = self.gradients.held is not None or (self.shard_groups and hold_back(self.shard_groups))
+        if not is_kept and not self.flags.is_clear and not self.gradients.is_there():
+            # the model's own zero_grad() has cleared the gradients, or the script
+            self._drop_flags()
+
+    def take_plain(self) -> None:
+        """Bring gradients without a scale, which lie on weights, to their masters."""
+        if self.gradients.has_plain:
+            flag = self.flags.new() if self.scales.check else None
+            self.gradients.take_plain(flag)
+            if flag is not None:
+                self.flags.add(flag)
+
+    def take_rest(self) -> None:
+        """Before a step: check gradients that no pass of a scaled loss has checked."""
+        if not self.gradients.after_each_pass:
+            return
+        self.take_plain()
+        if self.scales.check and not self.flags.named and not self.flags.reached:
+            values = unscale.values_of(self.params.parameters())
+            if values:
+                flag = self.flags.new()
+                ops.multi_tensor_isnonfinite(values, flag)
+                self.flags.add(flag)
+
+    def agree(self, norm: ShardNorm | None = None) -> Tensor | None:
+        """Exchange the overflow flags, so that every rank decides the same. Collective, where there are several ranks.
+
+        Where parameters are sharded, flags and norm are one exchange.
 
         Args:
-            loss: Floating tensor of any shape.
-            loss_id: Which scaler; below ``num_losses``.
-            together: As in :meth:`receiving`.
-
-        Raises:
-            AmpUsageError: No such loss.
-        """
-        scaler = self.parts.scales.of(loss_id)
-        all_parts = [self.parts, *(engine.parts for engine in together)]
-        for observer in [observer for parts in all_parts for observer in parts.observers]:
-            observer.see_loss(self.parts, loss, loss_id)
-        return scaler.scale(loss, scale_of(all_parts, loss_id) if self.parts.gradients.unscaled else None)
-
-    @untraced
-    def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
-        """Scale the loss and run its backward pass.
-
-        Args:
-            loss: Scalar.
-            loss_id: Which scaler; below ``num_losses``.
-            **kwargs: For :meth:`torch.Tensor.backward`.
-
-        Raises:
-            AmpUsageError: No such loss, several losses under ``no_sync``, or ``create_graph=True`` with a scale or masters.
-        """
-        parts = self.parts
-        scaled = self.scale(loss, loss_id)
-        if parts.stage is Stage.DETACHED:
-            self.attach(None)
-        if kwargs.get('create_graph') and (parts.params.have_fp32_values or not parts.scales.of(loss_id).is_one):
-            raise AmpUsageError(NO_GRAPH)
-        with backward_pass(parts, loss_id):
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-
-    def receiving(
-        self, loss_id: int = 0, together: Sequence[AmpEngine] = (), beyond: Sequence[AmpEngine] = ()
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Around one backward pass of a loss that :meth:`scale` has scaled, whoever runs it.
-
-        Args:
-            loss_id: Which scaler.
-            together: Further engines that will step with its gradients. This one's scale holds for all, and is updated; where
-                a gradient of any is non-finite, all skip their next step.
-            beyond: Further engines whose parameters may get gradients, as those of :meth:`join`.
+            norm: This rank's part of the norm of sharded gradients.
 
         Returns:
-            A context; it gives what to call where the pass begins inside, if passes for others may be under way by then.
-
-        Raises:
-            AmpUsageError: As :meth:`backward`; inside another pass of the same engine. All gradients are as before, and so they
-                are after any exception inside, where gradients are unscaled at each backward pass.
+            The norm of all of them, a float32 scalar; None without ``norm``.
         """
-        engines = [self.parts, *(engine.parts for engine in together)]
-        return BackwardPass(engines, loss_id, [engine.parts for engine in beyond])
+        layout, checks = self.params.layout, self.scales.check
+        if not layout.groups:
+            groups = self.ddp.groups() if checks else []
+            if groups:
+                self.flags.agree(groups)
+            return None
+        if not checks and norm is None:
+            return None
+        flags = self.flags.all() if checks else torch.empty(0, device=self.device)
+        numbers = [flags.double(), *([] if norm is None else [norm.power.to(self.device).reshape(1)])]
+        found = layout.exchange(torch.cat(numbers), greatest=norm is not None and norm.is_greatest)
+        if checks:
+            # a sum of flags is no flag
+            self.flags.take(found[: len(flags)].clamp(max=1).float())
+        return None if norm is None else norm.of_all(found[-1])
 
-    @untraced
-    def step(self, clip: GradientClip | None = None, **kwargs: Any) -> StepResult:
-        """One optimizer step from the gradients at hand: taken, or skipped as a whole.
+    def settle_buffers(self, flag: Tensor | None) -> None:
+        """The step is taken, or skipped where ``flag`` is up: what forward calls did to buffers stays, or is undone.
 
-        With an optimizer of :mod:`amp_wrapper.optim` it takes two passes over memory, and the host never waits: what happened
-        stays on the device until somebody reads the result (:meth:`review`). Optimizers that follow GradScaler's protocol, as
-        torch's fused ones do, learn of a skip from a flag on the device; before all others steps, the host reads it.
-
-        Syncs once where an optimizer cannot read the flag itself, with ``error_if_nonfinite``, and where the step may be one
-        skip too many.
-
-        Args:
-            clip: How to clip, after unscaling.
-            **kwargs: For the optimizer's ``step``. A closure is possible where there is no scale and no master; its
-                gradients are not checked.
-
-        Returns:
-            What happened. A skipped step leaves weights, masters and optimizer state as they were, bit for bit.
-
-        Raises:
-            AmpUsageError: No backward since the last step, or a closure under a loss scale; a weight and its master that were
-                both written to by others.
-            OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
+        Those of all models of the training: losses may have gone through each.
         """
-        parts = self.parts
-        assert parts.optimizer is not None
-        self._checks.run(kwargs)
-        if parts.gradients.unscaled:
-            finish_gradients(parts)
-        if kwargs.get('closure') is not None:
-            return step_with_closure(parts, clip, kwargs)
-        parts.params.before_step(parts.gradients.busy)
-        lists = parts.lists()
-        for observer in parts.observers:
-            observer.before_step(parts)
-        gradients = self._fused.gradients(clip, lists)
-        if gradients is not None:
-            result = self._fused.run(clip, gradients, lists.copies, kwargs)
-        else:
-            result = self._eager.run(clip, kwargs)
-        parts.stepped(result)
-        return result
+        for snapshot in dict.fromkeys(each for engine in (self, *self.others) for each in engine.snapshots):
+            snapshot.settle(flag)
 
     def review(self, infos: Iterable[Sequence[float]]) -> None:
         """Take notice of steps that nobody waited for: says what was skipped, and finds rows of skips.
@@ -355,46 +367,30 @@ class AmpEngine:
         Args:
             infos: :attr:`StepResult.info` of all steps since the last one known, in order, on the host.
         """
-        parts = self.parts
-        parts.monitor.review(infos, parts.scales.describe, len(self.scalers) == 1, parts.label)
+        self.monitor.review(infos, self.scales.describe, len(self.scales.scalers) == 1, self.label)
+
+    # -- clearing ----------------------------------------------------------------------------------------------------
 
     @untraced
-    def zero_grad(self, **kwargs: Any) -> None:
+    def zero_grad(self, own: Callable[..., Any] | None = None, **kwargs: Any) -> None:
         """Clear the gradients of the optimizer's parameters and of the model weights behind its masters.
 
         Args:
-            **kwargs: For ``Optimizer.zero_grad`` (``set_to_none``).
+            own: The optimizer's own ``zero_grad``, where another stands in front of it.
+            **kwargs: For it (``set_to_none``).
         """
-        self.parts.zero_grad(**kwargs)
+        assert self.optimizer is not None
+        self._drop_flags()
+        (own or self.optimizer.zero_grad)(**kwargs)
+        self.gradients.clear(kwargs.get('set_to_none', True))
+        if self.stage is not Stage.DETACHED:
+            self.stage = Stage.READY
 
-    # -- state dicts -------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state dict and, unless disabled, what :mod:`amp_wrapper.checkpoint` adds to it. Syncs."""
-        return state_of(self.parts)
-
-    def check_state_dict(self, state: Mapping[str, Any]) -> SavedAmp:
-        """Whether a state dict can be taken over, applying nothing.
-
-        Args:
-            state: As for :meth:`load_state_dict`.
-
-        Raises:
-            AmpCheckpointError: Names the key and what was expected.
-        """
-        return check_state(self.parts, state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Take over a state dict; before or after :meth:`attach`.
-
-        Args:
-            state: From :meth:`state_dict`, from mmengine's own wrappers, from apex or from a bare optimizer. Not
-                changed, and not aliased.
-
-        Returns:
-            At most one line each for what was kept, converted, dropped, and begun anew.
-
-        Raises:
-            AmpCheckpointError: Nothing has been applied.
-        """
-        return load_state(self.parts, state)
+    def _drop_flags(self) -> None:
+        """Gradients are cleared without a step: shared loss scales learn from them all the same."""
+        is_whole = self.gradients.held is None and not self.ddp.is_local()
+        if self.scales.are_shared and any(self.flags.used) and is_whole:
+            if self.params.layout.groups:
+                self.agree()
+            self.scales.update(self.flags, self.device)
+        self.flags.clear()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import AmpUsageError
 from ..ops.attributes import same
-from .parts import EngineParts
+from .engine import Engine
 
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
@@ -47,18 +47,18 @@ def lead(optimizer: Optimizer, is_allowed: Callable[[], bool], otherwise: Callab
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def refuse_direct_steps(parts: EngineParts) -> None:
-    """Refuse ``step()`` of an engine's optimizer, and of those inside of it, while gradients wait for the engine's own step.
+def refuse_direct_steps(engine: Engine) -> None:
+    """Refuse ``step()`` of the optimizer of an engine, and of those inside of it, while gradients wait for its own step.
 
     Args:
-        parts: Of the engine; not kept alive.
+        engine: Not kept alive.
     """
-    assert parts.optimizer is not None
-    name, engine = type(parts.optimizer).__name__, ref(parts)
+    assert engine.optimizer is not None
+    name, reference = type(engine.optimizer).__name__, ref(engine)
 
     def is_allowed() -> bool:
-        found = engine()
-        return found is None or found.steps or not found.awaits_step
+        found = reference()
+        return found is None or found.in_own_step or not found.awaits_step
 
     def refuse(*_: Any) -> None:
         raise AmpUsageError(
@@ -68,5 +68,5 @@ def refuse_direct_steps(parts: EngineParts) -> None:
             f'amp.initialize(model, optimizer) and amp.scale_loss.'
         )
 
-    for each in (parts.optimizer, *inside(parts.optimizer)):
+    for each in (engine.optimizer, *inside(engine.optimizer)):
         lead(each, is_allowed, refuse)

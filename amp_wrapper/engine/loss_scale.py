@@ -16,7 +16,7 @@ from ..errors import AmpUsageError
 from ..policy import Policy
 from ..policy.levels import LossScaleConfig
 from ..policy.options import is_whole
-from .overflow import Overflow
+from .flags import Flags
 
 #: The floor of a scale that has none: the smallest normal number.
 _TINY = torch.finfo(torch.float32).tiny
@@ -297,22 +297,22 @@ class LossScales:
         for scaler in (*self.scalers, self.steps):
             scaler.to(device)
 
-    def update(self, overflow: Overflow, device: torch.device, is_counted: bool = False) -> None:
+    def update(self, flags: Flags, device: torch.device, is_counted: bool = False) -> None:
         """After a step, taken or skipped: move the scales of the losses that took part, and count the step.
 
         Args:
-            overflow: The flags of the step; cleared.
+            flags: The flags of the step; cleared.
             device: Where they are.
             is_counted: Whether :attr:`steps` has counted it already.
         """
-        worst = overflow.skipped()
+        worst = flags.skipped()
         skipped = torch.zeros((), device=device) if worst is None else worst
-        self._updated = tuple(index for index, used in enumerate(overflow.used) if used)
+        self._updated = tuple(index for index, used in enumerate(flags.used) if used)
         for index in self._updated:
             # a step is skipped for all losses; a scale moves only for a loss that took part
             scaler = self.scalers[index]
             if scaler.is_dynamic:
-                scaler.move(overflow.learned(index).to(scaler.current_scale.device))
+                scaler.move(flags.of(index).to(scaler.current_scale.device))
         # scales of several engines count only their own steps
         counting = [self.scalers[index] for index in self._updated] if self.are_shared else list(self.scalers)
         if self.are_shared:
@@ -320,7 +320,7 @@ class LossScales:
         for scaler in counting:
             if scaler.checks and not (is_counted and scaler is self.steps):
                 scaler.count_step(skipped.to(scaler.counts.device))
-        overflow.clear()
+        flags.clear()
 
     def describe(self) -> str:
         """The loss scales as text. Syncs."""

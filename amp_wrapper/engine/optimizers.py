@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .. import shards, torch_internals
-from ..errors import AmpAttachError, AmpConfigError
+from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy.nested import parameters_of
 
 
@@ -44,6 +44,44 @@ def check_steps_split(optimizer: Optimizer) -> None:
         raise AmpAttachError(
             f"master_weights='split' with {type(optimizer).__name__}: only FusedAdam, FusedAdamW and FusedSGD of amp_wrapper "
             f'step a weight and its remainder together. Use one of them, or master_weights=True.'
+        )
+
+
+def check_shared(
+    weights: Sequence[Tensor], others: Iterable[Sequence[Tensor]], names: Mapping[int, str] | None = None
+) -> None:
+    """Refuse parameters that two optimizers step: which of two loss scales their gradients carry could not be known.
+
+    Args:
+        weights: Of one optimizer.
+        others: Of each of the others.
+        names: Of the model's parameters, by id.
+
+    Raises:
+        AmpAttachError: Names the parameters. Nothing has been changed.
+    """
+    mine = {id(weight): weight for weight in weights}
+    both = [weight for other in others for weight in other if id(weight) in mine]
+    if both:
+        shown = [(names or {}).get(id(weight), f'one of shape {tuple(weight.shape)}') for weight in both]
+        raise AmpAttachError(
+            f'{len(both)} parameters are stepped by two optimizers ({some(shown)}): give each parameter to one of them; losses '
+            f'of the others reach it all the same.'
+        )
+
+
+def check_once(optimizer: Optimizer, weights: Sequence[Tensor], names: Mapping[int, str]) -> None:
+    """Refuse an optimizer that has a parameter twice: its gradient would be unscaled twice, and have two masters.
+
+    Raises:
+        AmpAttachError: Names the parameters. Nothing has been changed.
+    """
+    counts = Counter(map(id, weights))
+    twice = [names.get(key, f'one with the id {key}') for key, count in counts.items() if count > 1]
+    if twice:
+        raise AmpAttachError(
+            f'{type(optimizer).__name__} has parameters twice ({some(twice)}): give it each of them once, such as '
+            f'{{id(p): p for p in parameters}}.values().'
         )
 
 

@@ -18,68 +18,67 @@ from ..errors import AmpCheckpointError
 from ..policy.nested import parameters_of
 from ..shards import any_sharded, is_sharded, shard_like
 from .ddp.reducers import has_several_processes
+from .engine import Engine, Stage
 from .optimizer_state import keep_scalar_state
-from .parts import EngineParts, Stage
 
 #: Integrations decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
 
 
-def state_of(parts: EngineParts) -> dict[str, Any]:
+def state_of(engine: Engine) -> dict[str, Any]:
     """The optimizer's state dict and, unless disabled, what :mod:`amp_wrapper.checkpoint` adds to it. Syncs."""
-    assert parts.optimizer is not None
-    state: dict[str, Any] = parts.optimizer.state_dict()
-    if not parts.policy.enabled:
+    assert engine.optimizer is not None
+    state: dict[str, Any] = engine.optimizer.state_dict()
+    if not engine.policy.enabled:
         return state
-    scalers = parts.scales.scalers
-    stock_shaped = parts.policy.opt_level in ('O1', 'O4') and len(scalers) == 1
+    scalers = engine.scales.scalers
+    stock_shaped = engine.policy.opt_level in ('O1', 'O4') and len(scalers) == 1
     states = [scaler.state_dict() for scaler in scalers]
-    return checkpoint.write(state, parts.policy.to_dict(), states, _open_accumulation(parts), stock_shaped)
+    return checkpoint.write(state, engine.policy.to_dict(), states, _open_accumulation(engine), stock_shaped)
 
 
-def _open_accumulation(parts: EngineParts) -> checkpoint.Window | None:
-    if not parts.is_accumulating:
+def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
+    if not engine.is_accumulating:
         return None
     # shards are averages, unless somebody waits with that; what is unscaled has left flags on its rank
-    shared = bool(parts.shard_groups) and not hold_back(parts.shard_groups) and not parts.gradients.unscaled
-    if has_several_processes() and not parts.ddp.same_everywhere() and not shared:
+    shared = bool(engine.shard_groups) and not hold_back(engine.shard_groups) and not engine.gradients.after_each_pass
+    if has_several_processes() and not engine.ddp.same_everywhere() and not shared:
         _say(
-            parts,
+            engine,
             logging.WARNING,
             'amp: saved in the middle of an accumulation of several processes: the gradients so far are '
             'not in the checkpoint. Save after a step for an exact resume.',
         )
         return None
-    gradients, overflow = parts.gradients, parts.overflow
-    found, of_others = overflow.state()
-    buffers = {name: copy for snapshot in parts.snapshots for name, copy in snapshot.state().items()}
-    saved = gradients.save(parts.lists())
-    return checkpoint.Window(saved, gradients.unscaled, list(overflow.used), found, of_others, buffers)
+    found, of_others = engine.flags.state()
+    buffers = {name: copy for snapshot in engine.snapshots for name, copy in snapshot.state().items()}
+    saved, unscaled = engine.gradients.save(engine.lists()), engine.gradients.after_each_pass
+    return checkpoint.Window(saved, unscaled, list(engine.flags.used), found, of_others, buffers)
 
 
-def check_state(parts: EngineParts, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
+def check_state(engine: Engine, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
     """Whether a state dict can be taken over, applying nothing.
 
     Args:
-        parts: Of the engine.
+        engine: Of the engine.
         state: As for :func:`load_state`.
 
     Raises:
         AmpCheckpointError: Names the key and what was expected.
     """
-    assert parts.optimizer is not None
-    form = checkpoint.own_form(parts.optimizer)
+    assert engine.optimizer is not None
+    form = checkpoint.own_form(engine.optimizer)
     saved = checkpoint.read(state, form)
     if form is None:
-        checkpoint.check_optimizer_state(saved, parts.optimizer)
+        checkpoint.check_optimizer_state(saved, engine.optimizer)
     return saved
 
 
-def load_state(parts: EngineParts, state: Mapping[str, Any]) -> list[str]:
+def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
     """Take over a state dict; before or after attaching; see :meth:`AmpEngine.load_state_dict`."""
-    optimizer, policy = parts.optimizer, parts.policy
+    optimizer, policy = engine.optimizer, engine.policy
     assert optimizer is not None
-    saved = check_state(parts, state)
+    saved = check_state(engine, state)
     try:
         # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
         optimizer.load_state_dict(_copied(saved.optimizer, optimizer))
@@ -90,23 +89,22 @@ def load_state(parts: EngineParts, state: Mapping[str, Any]) -> list[str]:
         return report.describe(saved, policy, [], dropped)
     if 'param_groups' in saved.optimizer:
         keep_scalar_state(optimizer, saved.optimizer)
-    parts.pending = None
-    if parts.attached:
-        parts.zero_grad()
-    scales, dropped, new = parts.scales.load(saved.loss_scalers)
-    parts.monitor.start(int(parts.scales.first.counts[2]))
-    engines = [other for other in parts.others if isinstance(other, EngineParts)]
-    for snapshot in () if saved.window or any(each.is_accumulating for each in engines) else parts.snapshots:
+    engine.pending = None
+    if engine.attached:
+        engine.zero_grad()
+    scales, dropped, new = engine.scales.load(saved.loss_scalers)
+    engine.monitor.start(int(engine.scales.first.counts[2]))
+    for snapshot in () if saved.window or any(each.is_accumulating for each in engine.others) else engine.snapshots:
         # of another file
         snapshot.load({})
     if saved.window is not None:
         if not report.window_fits(saved, policy):
             dropped.append('the gradients of an unfinished accumulation, which belong to another configuration')
-        elif parts.attached:
-            restore_accumulation(parts, saved.window)
+        elif engine.attached:
+            restore_accumulation(engine, saved.window)
         else:
             # the gradients alone: a second copy of the optimizer state would wait in memory for nothing
-            parts.pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
+            engine.pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
     return report.describe(saved, policy, scales, dropped, new)
 
 
@@ -129,20 +127,26 @@ def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     return {**copy.deepcopy(rest), 'state': state}
 
 
-def restore_accumulation(parts: EngineParts, window: checkpoint.Window) -> None:
+def restore_accumulation(engine: Engine, window: checkpoint.Window) -> None:
     """Put back the gradients of an accumulation that was open when it was saved."""
-    parts.gradients.restore(window.gradients, parts.lists())
-    parts.overflow.restore(window.used, window.found_inf, window.foreign_found_inf)
-    for snapshot in parts.snapshots:
+    saved, unscales = window.gradients, engine.gradients.after_each_pass
+    if window.unscaled != unscales:
+        # of an earlier version, or of a wrapper that had no others beside it then, or had some
+        scale = engine.scales.first.get_scale()
+        factor = 1 / scale if unscales else scale
+        saved = [None if gradient is None else gradient.float() * factor for gradient in saved]
+    engine.gradients.restore(saved, engine.lists())
+    engine.flags.restore(window.used, window.found_inf, window.foreign_found_inf)
+    for snapshot in engine.snapshots:
         snapshot.load(window.buffers)
-    parts.stage = Stage.ACCUMULATING
+    engine.stage = Stage.ACCUMULATING
     _say(
-        parts,
+        engine,
         logging.INFO,
         'amp: the gradients of an unfinished accumulation were in the checkpoint and are back: nothing of it is lost',
     )
 
 
-def _say(parts: EngineParts, level: int, line: str) -> None:
-    if parts.policy.verbosity >= 1:
+def _say(engine: Engine, level: int, line: str) -> None:
+    if engine.policy.verbosity >= 1:
         logger.log(level, line)

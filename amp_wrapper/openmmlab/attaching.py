@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
-import torch
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..casting import hugging_face
-from ..engine import AmpEngine
+from ..engine import Engine
+from ..engine import attach as engine_attach
 from ..engine.ddp import reducers
-from ..engine.gradients.cross_optimizer import OtherOptimizer
 from .data_elements import cast_data_element
 
 
-def attach(engine: AmpEngine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> nn.Module:
+def attach(engine: Engine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> nn.Module:
     """Attach an engine to a model of mmengine: preprocessors are left alone, averages and data elements leave in FP32.
 
     Args:
@@ -33,21 +32,13 @@ def attach(engine: AmpEngine, model: nn.Module, foreign: Iterable[Tensor] = ()) 
     if not known and (engine.policy.casts_model or engine.policy.accumulate_in_fp32):
         reducers.check_foreign_wrapper(model)
     inner = model if known else cast(nn.Module, model.module)
-    engine.attach(
-        inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign, enter=cast_data_element
+    engine_attach(
+        engine,
+        inner,
+        leave=(BaseDataPreprocessor,),
+        average=(BaseAveragedModel,),
+        foreign=foreign,
+        enter=cast_data_element,
     )
     hugging_face.watch()
     return inner
-
-
-def other_optimizer(wrapper: Any) -> OtherOptimizer:
-    """The engine's description of an optimizer wrapper of mmengine: its parameters, and the loss scale it divides by.
-
-    Args:
-        wrapper: Of mmengine, not of this package.
-    """
-    scaler = getattr(wrapper, 'loss_scaler', None)
-    if scaler is None:
-        return OtherOptimizer(wrapper.optimizer)
-    # mmengine's own AmpOptimWrapper divides by its scale, and checks
-    return OtherOptimizer(wrapper.optimizer, lambda: torch.tensor(scaler.get_scale()), checks=True)

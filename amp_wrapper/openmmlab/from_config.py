@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import convert, random_state, sharded
 from ..checkpoint import file as checkpoint_file
-from ..engine import AmpEngine
+from ..engine import Engine
 from ..errors import AmpConfigError, AmpError, AmpUsageError, nearest
 from . import attaching, config_checks, generated_data
 from .config_options import read_config
@@ -71,7 +71,7 @@ class FromConfig:
         words = {key: value for key, value in words.items() if value is not None}
         return _build_wrapper(self.config, model, dict(type='OptimWrapper', **words)).optimizer
 
-    def attach(self, engine: AmpEngine, model: nn.Module) -> nn.Module:
+    def attach(self, engine: Engine, model: nn.Module) -> nn.Module:
         """Attach a copy of the model as training does: with the config's ``activation_checkpointing``.
 
         Args:

@@ -13,7 +13,7 @@ from ..casting import cast_module
 from ..casting.rule import Rule, rule_of
 from ..diagnostics.nonfinite import NonfiniteWatch
 from ..diagnostics.op_tensors import named_tensors
-from ..engine import AmpEngine
+from ..engine import Engine, detach
 from ..errors import NonfiniteError
 from ..policy import OptLevel, resolve
 from ..registry import HOOKS
@@ -43,7 +43,7 @@ class AmpInferenceHook(Hook):
 
     def __init__(self, opt_level: OptLevel = 'O2', **overrides: Any) -> None:
         self.policy = resolve(opt_level, **overrides)
-        self._engine: AmpEngine | None = None
+        self._engine: Engine | None = None
         self._before: dict[str, Tensor] = {}
 
     def before_run(self, runner: Any) -> None:
@@ -60,7 +60,7 @@ class AmpInferenceHook(Hook):
         if self.policy.casts_model:
             # without an optimizer, casts keep no FP32 values
             self._before = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
-        self._engine = AmpEngine(self.policy, None)
+        self._engine = Engine(self.policy, None)
         attaching.attach(self._engine, model)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
@@ -74,7 +74,7 @@ class AmpInferenceHook(Hook):
         """Give the model back as it was before the test."""
         if self._engine is None:
             return
-        self._engine.detach()
+        detach(self._engine)
         for name, tensor in named_tensors(inner_model(runner.model)):
             if name in self._before:
                 tensor.copy_(self._before[name])

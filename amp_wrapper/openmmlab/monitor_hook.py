@@ -21,8 +21,7 @@ from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, is_due, 
 from ..diagnostics.overflow import MOST_REPORTS, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import Attach
-from ..engine import AmpEngine
-from ..engine.parts import EngineParts
+from ..engine import Engine
 from ..registry import HOOKS
 from . import attaching
 from .wrappers import inner_model, wrappers_of
@@ -73,7 +72,7 @@ class AmpMonitorHook(Hook):
             self._interval = self._ranges_interval
         self._diagnoses = check_mode(diagnose_overflow)
         self._max_reports = check_reports(max_reports)
-        self._watched: list[tuple[EngineParts, Any]] = []
+        self._watched: list[tuple[Engine, Any]] = []
         self._files: dict[str, JsonLines] = {}
         self._layers: list[tuple[str, int, LayerRanges]] = []
         self._due: dict[str, tuple[bool, bool]] = {}
@@ -88,25 +87,25 @@ class AmpMonitorHook(Hook):
         wrappers = wrappers_of(runner)
         model = inner_model(runner.model)
         for name, wrapper in wrappers.items():
-            parts = wrapper._engine.parts
+            engine = wrapper._engine
             if not wrapper.policy.enabled:
                 continue
             if self._interval is not None and low_precision(wrapper.policy) is not None:
-                self._watch(parts, self._monitor(runner, name, wrapper))
-            if self._diagnoses and parts.scales.check:
-                attach = attach_members({key: each._engine.parts for key, each in wrappers.items()}, name)
-                self._watch(parts, self._diagnosis(runner, name, wrapper, model, attach))
+                self._watch(engine, self._monitor(runner, name, wrapper))
+            if self._diagnoses and engine.scales.check:
+                attach = attach_members({key: each._engine for key, each in wrappers.items()}, name)
+                self._watch(engine, self._diagnosis(runner, name, wrapper, model, attach))
 
-    def _watch(self, parts: EngineParts, observer: Any) -> None:
-        parts.observers.append(observer)
-        self._watched.append((parts, observer))
+    def _watch(self, engine: Engine, observer: Any) -> None:
+        engine.observers.append(observer)
+        self._watched.append((engine, observer))
 
     def _monitor(self, runner: Any, name: str, wrapper: Any) -> Monitor:
-        parts = wrapper._engine.parts
+        engine = wrapper._engine
 
         def take(row: Tensor) -> None:
             if runner.rank == 0:
-                there = numbers_of(parts)
+                there = numbers_of(engine)
                 names = {wrapper.log_prefix + name: at for at, name in enumerate(NUMBERS) if name in there}
                 wrapper.device_log.update(row, names)
 
@@ -118,7 +117,7 @@ class AmpMonitorHook(Hook):
         state = (runner.message_hub.get_info(STATE) or {}).get(name)
         if state is not None and runner.iter:
             *start, measured, layers = state
-            counts = parts.scales.steps.counts
+            counts = engine.scales.steps.counts
             monitor.window_start = torch.tensor(start, dtype=counts.dtype, device=counts.device)
             self._due[name] = bool(measured), bool(layers)
         self._monitors[name] = monitor
@@ -167,11 +166,11 @@ class AmpMonitorHook(Hook):
         self._release()
 
     def _release(self) -> None:
-        for parts, observer in self._watched:
+        for engine, observer in self._watched:
             if isinstance(observer, OverflowDiagnosis):
                 observer.disarm()
-            if observer in parts.observers:
-                parts.observers.remove(observer)
+            if observer in engine.observers:
+                engine.observers.remove(observer)
         self._watched.clear()
 
     def _write_layers(self, runner: Any, wait: bool) -> None:
@@ -195,28 +194,28 @@ def _own_message_hub() -> Iterator[None]:
         hub._runtime_info, hub._log_scalars = kept
 
 
-def attach_members(members: Mapping[str, EngineParts], chosen: str) -> Attach:
+def attach_members(members: Mapping[str, Engine], chosen: str) -> Attach:
     """Attaches copies of a model as the optimizer wrappers of a runner have attached the model.
 
     Args:
-        members: The parts of each wrapper, by its name; under '' a single one.
+        members: The engine of each wrapper, by its name; under '' a single one.
         chosen: The one whose level is varied.
     """
 
-    def attach(engine: AmpEngine, copied: nn.Module) -> None:
+    def attach(engine: Engine, copied: nn.Module) -> None:
         if len(members) == 1:
             attaching.attach(engine, copied)
             return
         by_name = dict(copied.named_parameters())
         owned = {
-            name: [by_name[parts.name(weight)] for weight in parts.weights() if parts.name(weight) in by_name]
-            for name, parts in members.items()
+            name: [by_name[engine.name(weight)] for weight in engine.weights() if engine.name(weight) in by_name]
+            for name, engine in members.items()
         }
-        for name, parts in members.items():
-            policy = engine.policy if name == chosen else parts.policy
+        for name, engine in members.items():
+            policy = engine.policy if name == chosen else engine.policy
             if owned[name]:
                 # it steps nothing: it says which parameters are whose
-                member = AmpEngine(policy, torch.optim.SGD(owned[name], lr=0.0))
+                member = Engine(policy, torch.optim.SGD(owned[name], lr=0.0))
                 foreign = [p for other, mine in owned.items() if other != name for p in mine]
                 attaching.attach(member, copied, foreign)
 

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from .. import ops
 from ..checkpoint import amp_part
 from ..compiler_internals import eager_block
-from ..engine import AmpEngine, inner_optimizers
+from ..engine import Engine, backward, detach, inner_optimizers, take_step
+from ..engine import attach as attach_engine
+from ..engine import state as engine_state
+from ..engine.flags import COLUMNS, StepResult
 from ..engine.loss_scale import LossScaler
-from ..engine.overflow import COLUMNS, StepResult
+from ..errors import AmpAttachError
 from ..policy import OptLevel, Policy
 from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
 from ..policy.options import Fp32Names
@@ -117,7 +120,7 @@ class AmpOptimWrapper(OptimWrapper):
     ) -> None:
         options = {k: v for k, v in locals().items() if k in {*_OWN_ARGUMENTS} - {'on_skip', 'use_fsdp'}}
         resolved, self._clip = arguments.resolve(options, on_skip, use_fsdp, kwargs, _OWN_ARGUMENTS)
-        self._engine = AmpEngine(resolved, kwargs['optimizer'])
+        self._engine = Engine(resolved, kwargs['optimizer'])
         if kwargs.get('clip_grad') is not None:
             # mmengine pops from the dict it is given
             kwargs['clip_grad'] = dict(kwargs['clip_grad'])
@@ -148,26 +151,26 @@ class AmpOptimWrapper(OptimWrapper):
     @property
     def loss_scaler(self) -> LossScaler:
         """The scaler of the first loss; ``get_scale()`` reads it."""
-        return self._engine.scalers[0]
+        return self._engine.scales.scalers[0]
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """One scaler per loss."""
-        return list(self._engine.scalers)
+        return list(self._engine.scales.scalers)
 
     @property
     def in_window(self) -> bool:
         """Whether accumulated gradients of this wrapper's own losses wait for their step."""
-        return self._engine.parts.is_accumulating and self._engine.parts.overflow.is_used
+        return self._engine.is_accumulating and any(self._engine.flags.used)
 
     @property
     def member_name(self) -> str:
         """Its name in an ``OptimWrapperDict``, which stands in front of what it logs; '' for a wrapper on its own."""
-        return self._engine.parts.label
+        return self._engine.label
 
     @member_name.setter
     def member_name(self, name: str) -> None:
-        self._engine.parts.label = name
+        self._engine.label = name
 
     @property
     def log_prefix(self) -> str:
@@ -182,14 +185,22 @@ class AmpOptimWrapper(OptimWrapper):
         """Say which other wrappers train parts of the same model. mmengine's ``OptimWrapperDict`` needs no call.
 
         Args:
-            others: Of this class or of mmengine's; losses of this one may reach their parameters.
+            others: Of this class; losses of this one may reach their parameters.
 
         Raises:
-            AmpAttachError: A parameter that two optimizers step, at levels that cannot share it.
+            AmpAttachError: A parameter that two optimizers step; a wrapper of mmengine, whose losses know no loss scale.
         """
-        self._engine.join(
-            [o._engine if isinstance(o, AmpOptimWrapper) else attaching.other_optimizer(o) for o in others]
-        )
+        engines = []
+        for other in others:
+            if isinstance(other, AmpOptimWrapper):
+                engines.append(other._engine)
+            elif self.policy.enabled:
+                raise AmpAttachError(
+                    f'{type(other).__name__} of mmengine beside AmpOptimWrapper: gradients that the loss of one brings to '
+                    f"parameters of the other would carry the wrong loss scale. Write AmpOptimWrapper(opt_level='O0') in its "
+                    f'place, which trains in FP32.'
+                )
+        self._engine.join(engines)
 
     def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
         """Cast the model and make the masters, once, from its present weights. mmengine's runner needs no call.
@@ -205,7 +216,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if not self._engine.attached:
             attaching.attach(self._engine, model, foreign)
-            inner_optimizers.refuse_direct_steps(self._engine.parts)
+            inner_optimizers.refuse_direct_steps(self._engine)
 
     def detach(self) -> None:
         """Give the model its FP32 weights (the masters) and the optimizer its own parameters. Under DDP, on every rank.
@@ -213,7 +224,7 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpUsageError: Gradients are waiting for a step.
         """
-        self._engine.detach()
+        detach(self._engine)
 
     def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
         """Say that model weights were edited through ``.data``, right after it: masters take the new values. Syncs.
@@ -229,7 +240,7 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpUsageError: No ``tensors``, and the weights are split, or a master was written to as well; a master among them.
         """
-        return self._engine.weights_changed(tensors)
+        return self._engine.params.changed('weight', tensors)
 
     def masters_changed(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Say that FP32 masters were edited through ``.data``, right after it: weights take the new values. No host read.
@@ -240,7 +251,7 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
         """
-        self._engine.masters_changed(tensors)
+        self._engine.params.changed('master', tensors)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """As mmengine's wrapper does, and cast the model: its weights were initialised or loaded by now."""
@@ -299,7 +310,9 @@ class AmpOptimWrapper(OptimWrapper):
                 backward pass through one forward pass of a DDP.
         """
         self._last = None
-        self._engine.backward(loss, loss_id, **kwargs)
+        if not self._engine.attached:
+            attach_engine(self._engine, None)
+        backward(self._engine, loss, loss_id, **kwargs)
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
@@ -317,7 +330,7 @@ class AmpOptimWrapper(OptimWrapper):
         if self._clip is not None and self._clip.arguments is not self.clip_grad_kwargs:
             # mmengine's users may change the limit between steps
             self._clip = dataclasses.replace(self._clip, arguments=self.clip_grad_kwargs)
-        result = self._engine.step(self._clip, **kwargs)
+        result = take_step(self._engine, self._clip, **kwargs)
         self._last = self._unreported = result
         if result.info is not None:
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
@@ -343,7 +356,7 @@ class AmpOptimWrapper(OptimWrapper):
         Returns:
             Plain tensors, numbers, strings, lists and dicts. Masters are not in it: the model's state dict holds them.
         """
-        state = self._engine.state_dict()
+        state = engine_state.state_of(self._engine)
         if self.policy.enabled:
             # mmengine sets the count of a resumed wrapper, but not of the members of an OptimWrapperDict
             amp_part(state)['inner_count'] = self._inner_count
@@ -361,7 +374,7 @@ class AmpOptimWrapper(OptimWrapper):
             AmpCheckpointError: Names the key and what was expected.
         """
         state, _, _ = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        self._engine.check_state_dict(state)
+        engine_state.check_state(self._engine, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from our own checkpoints, those of mmengine's own wrappers or apex's; logs what cannot be kept.
@@ -373,7 +386,7 @@ class AmpOptimWrapper(OptimWrapper):
             AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
         """
         state, base, count = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        notes = self._engine.load_state_dict(state)
+        notes = engine_state.load_state(self._engine, state)
         self._inner_count = count
         if base is not None:
             self.base_param_settings = dict(base)
@@ -381,7 +394,7 @@ class AmpOptimWrapper(OptimWrapper):
             self._say(f'amp: {self.member_name and self.member_name + ": "}{note}')
 
     def __repr__(self) -> str:
-        return f'{super().__repr__()}{self._engine.parts!r}\n'
+        return f'{super().__repr__()}{self._engine!r}\n'
 
     def _say(self, line: str) -> None:
         if self.policy.verbosity >= 1:

@@ -23,7 +23,7 @@ from toy_training import SCALED, Net, Training, batch
 
 from amp_wrapper import FusedAdamW, FusedSGD, ops
 from amp_wrapper.engine.host_read import LateRead
-from amp_wrapper.engine.overflow import Overflow
+from amp_wrapper.engine.flags import Flags
 from amp_wrapper.ops.schemas import SCHEMAS
 
 
@@ -90,7 +90,7 @@ def captured() -> Iterator[Graph]:
     names = [name for name in SCHEMAS if hasattr(ops, name)]
     with (
         mock.patch.multiple(ops, **{name: noted(getattr(ops, name)) for name in names}),
-        mock.patch.object(Overflow, 'new', lambda self: torch.zeros((), dtype=torch.float32, device=self._device)),
+        mock.patch.object(Flags, 'new', lambda self: torch.zeros((), dtype=torch.float32, device=self._device)),
         # on a CPU the numbers are there at once, and nothing shows that they are read
         mock.patch.multiple(LateRead, wait=refused, is_there=property(lambda self: False)),
         graph,

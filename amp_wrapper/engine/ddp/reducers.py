@@ -235,6 +235,14 @@ class Reducers:
         self._before = {parameter: _mark(parameter) for ddp in spent for parameter in record_of(ddp).parameters}
         return any(state_of(ddp) == 'averaged' for ddp in self._mine)
 
+    def averages(self) -> bool:
+        """As :meth:`begin_backward`."""
+        return self.begin_backward()
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All that decide together."""
+        return self.groups_to_ask(always=True)
+
     def end_backward(self) -> None:
         """A backward pass is through: what DDP averaged is averaged.
 

@@ -11,7 +11,7 @@ from mmengine.optim import OptimWrapperDict
 from torch import nn
 
 from ...policy.nested import parameters_of
-from ..log import log, warn
+from ..log import log
 from ..wrappers import amp_wrappers
 
 # wrapper -> the OptimWrapperDict it is a member of
@@ -34,20 +34,12 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
 def _log_scale_problems(name: str, member: Any, others: Mapping[str, Any]) -> None:
     """Say where gradients will carry another loss scale than the optimizer expects, or none that they need."""
     ours = {key: other for key, other in others.items() if amp_wrappers(other)}
-    stock = [key for key in others if key not in ours]
     half = [
         key
         for key, other in ours.items()
         if torch.float16 in (other.policy.cast_model_type, other.policy.autocast_dtype)
     ]
     has_scale = not all(scaler.is_one for scaler in member.loss_scalers)
-    if stock and has_scale:
-        # gradients of our losses are rescaled for others; losses of mmengine's wrappers carry no scale of ours
-        warn(
-            f"{stock[0]} is mmengine's {type(others[stock[0]]).__name__}: gradients that its loss brings to the "
-            f'parameters of {name} are not on their loss scale. Detach them, or use AmpOptimWrapper with '
-            f"opt_level='O0' in its place."
-        )
     if half and not has_scale and member.policy.enabled:
         # small gradients are lost, and overflows unseen, on their way through float16 modules of others
         log(

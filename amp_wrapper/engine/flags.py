@@ -1,4 +1,4 @@
-"""Non-finite gradients: the ``found_inf`` flags of one step, the result of a step, and the host's count of skipped steps."""
+"""Non-finite gradients: the flags of one step, the result of a step, and the host's count of skipped steps."""
 
 from __future__ import annotations
 
@@ -21,30 +21,22 @@ SKIP, GRAD_NORM, LOSS_SCALE, SKIPS, STREAK = 0, 4, 5, 6, 7
 COLUMNS = {'grad_norm': GRAD_NORM, 'loss_scale': LOSS_SCALE, 'skips': SKIPS}
 
 
-class Overflow:
-    """The ``found_inf`` flags of one optimizer step. All are float32 scalars, 0.0 or 1.0, made when they are first needed.
+class Flags:
+    """What was non-finite since the last step of one optimizer: float32 scalars, 0.0 or 1.0, made when they are first needed.
 
-    Three kinds of gradients can be non-finite: those of its own losses at its own parameters, those of its losses at parameters
-    of other optimizers, and those of others' losses at its parameters. Each makes the step be skipped. The loss scale falls
-    for the first two; for the third, the scales of the others do.
+    One flag for each of its losses, whose scale falls where it is up, and one for all else: losses of other optimizers, and
+    gradients without a scale. Any of them makes the step be skipped.
 
     Args:
         losses: Number of losses with a scale of their own.
-        per_backward: Whether the gradients of each backward pass are checked alone, before they are added up.
 
     Attributes:
-        used: Whether each loss has had a backward pass since the last step; set by :meth:`use`.
-        is_clear: Whether nothing has come since the last step.
-        is_own: Whether only losses of this optimizer, and only at its own parameters, were checked.
-        has_others: Whether there are gradients of other optimizers' losses, finite or not.
-        others_are_local: Whether some of those came from a backward pass that was not averaged over the ranks.
-        named: Whether a backward pass that names this optimizer has come since the last step, whosever scale it used.
-        reached_by_others: Whether a backward pass that names other optimizers alone has left gradients here.
-        checked_before: Whether the gradients that were there before the first backward pass were checked.
+        used: Whether each loss has had a backward pass since the last step.
+        named: Whether a backward pass for this optimizer has come since the last step, whosever scale it used.
+        reached: Whether a backward pass for other optimizers alone has left gradients here.
     """
 
-    def __init__(self, losses: int, per_backward: bool = False) -> None:
-        self._per_backward = per_backward
+    def __init__(self, losses: int) -> None:
         self._device = torch.device('cpu')
         self._losses = losses
         #: Flags that are down, and that nobody has yet.
@@ -53,19 +45,10 @@ class Overflow:
 
     def clear(self) -> None:
         """After a step, and when gradients are cleared."""
-        self.is_clear = True
         self.used = [False] * self._losses
-        self._found: list[Tensor | None] = [None] * self._losses
-        self._elsewhere: list[Tensor | None] = [None] * self._losses
-        self.is_own = True
-        self.named = False
-        self.forget_others()
-
-    def forget_others(self) -> None:
-        """The gradients of others' losses have been cleared."""
-        self._of_others: Tensor | None = None
-        self.has_others = False
-        self.others_are_local = self.checked_before = self.reached_by_others = False
+        self.named = self.reached = False
+        # of each loss, and of all else
+        self._flags: list[Tensor | None] = [None] * (self._losses + 1)
 
     def to(self, device: torch.device) -> None:
         """Where flags are made from now on."""
@@ -82,36 +65,34 @@ class Overflow:
             self._spare = list(torch.zeros(64, dtype=torch.float32, device=self._device).unbind())
         return self._spare.pop()
 
-    def found(self, loss_id: int) -> Tensor:
-        """The flag of the gradients at our own parameters; a live tensor."""
-        found = self._found[loss_id]
+    def of(self, loss_id: int) -> Tensor:
+        """The flag of a loss; a live tensor."""
+        found = self._flags[loss_id]
         if found is None:
-            found = self._found[loss_id] = self.new()
+            found = self._flags[loss_id] = self.new()
         return found
 
-    def add(self, loss_id: int, found_inf: Tensor) -> None:
-        """A backward pass of a loss of ours is through, with a flag of its own."""
-        self._found[loss_id] = self._larger(self._found[loss_id], found_inf)
-
-    def add_elsewhere(self, loss_id: int, found_inf: Tensor) -> None:
-        """A loss of this optimizer has left gradients at parameters of another one."""
-        self._elsewhere[loss_id] = self._larger(self._elsewhere[loss_id], found_inf)
-        self.is_own = self.is_clear = False
-
-    def add_of_others(self, found_inf: Tensor, locally: bool) -> None:
-        """A loss of another optimizer has left gradients here, not averaged over the ranks where ``locally``."""
-        self._of_others = self._larger(self._of_others, found_inf)
-        self.has_others, self.is_own, self.is_clear = True, False, False
-        self.others_are_local = self.others_are_local or locally
-
-    def _larger(self, before: Tensor | None, found_inf: Tensor) -> Tensor:
-        found_inf = found_inf.to(self._device)
-        return found_inf if before is None else torch.maximum(before, found_inf)
+    def add(self, found_inf: Tensor, loss_id: int | None = None) -> None:
+        """Gradients of a loss have come, or of none of this optimizer's own."""
+        place = self._losses if loss_id is None else loss_id
+        before, found_inf = self._flags[place], found_inf.to(self._device)
+        self._flags[place] = found_inf if before is None else torch.maximum(before, found_inf)
 
     @property
-    def is_used(self) -> bool:
-        """Whether a loss of this optimizer has had a backward pass since the last step."""
-        return any(self.used)
+    def is_clear(self) -> bool:
+        """Whether nothing has come since the last step."""
+        return not any(self.used) and all(flag is None for flag in self._flags)
+
+    def skipped(self, but: int | None = None) -> Tensor | None:
+        """1.0 where any flag is up; None where nothing was checked.
+
+        Args:
+            but: A loss whose flag does not count.
+        """
+        flags = [flag for place, flag in enumerate(self._flags) if flag is not None and place != but]
+        if len(flags) < 2:
+            return flags[0] if flags else None
+        return torch.stack(flags).max()
 
     def agree(self, groups: Iterable[ProcessGroup]) -> None:
         """A flag that is up on one rank is up on every rank of the groups. Collective.
@@ -119,67 +100,36 @@ class Overflow:
         Args:
             groups: One after the other; each rank calls this with the same ones.
         """
-        groups = list(groups)
-        if not groups:
-            return
-        flags = self.flags()
+        flags = self.all()
         for group in groups:
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
         self.take(flags)
 
-    def flags(self) -> Tensor:
+    def all(self) -> Tensor:
         """All flags, float32, one-dimensional, for an exchange with other ranks: as many on each of them."""
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        return torch.stack([zero if flag is None else flag for flag in self._all()])
+        return torch.stack([zero if flag is None else flag for flag in self._flags])
 
     def take(self, flags: Tensor) -> None:
         """Go on with what the ranks have agreed on.
 
         Args:
-            flags: As :meth:`flags` gives them.
+            flags: As :meth:`all` gives them.
         """
-        *each, self._of_others = flags.unbind()
-        self._found, self._elsewhere = list(each[: self._losses]), list(each[self._losses :])
-        self.has_others, self.is_own, self.is_clear = True, False, False
-
-    def _all(self) -> list[Tensor | None]:
-        return [*self._found, *self._elsewhere, self._of_others]
-
-    def skipped(self) -> Tensor | None:
-        """1.0 where any flag is up; None where nothing was checked."""
-        flags = [flag for flag in self._all() if flag is not None]
-        if len(flags) < 2:
-            return flags[0] if flags else None
-        return torch.stack(flags).max()
-
-    def use(self, loss_id: int) -> None:
-        """A loss of this optimizer has had a backward pass."""
-        self.used[loss_id] = True
-        self.is_clear = False
-
-    def learned(self, loss_id: int) -> Tensor:
-        """Whether the scale of a loss was too large."""
-        found, elsewhere = self.found(loss_id), self._elsewhere[loss_id]
-        if self._of_others is not None and not self._per_backward:
-            # the gradients were added up
-            found = (found - self._of_others).clamp_(min=0)
-        return found if elsewhere is None else torch.maximum(found, elsewhere)
+        self._flags = list(flags.unbind())
 
     def state(self) -> tuple[list[float], float | None]:
-        """The flags of this optimizer's losses, and of others' losses (None without any). Syncs."""
-        found = [0.0 if flag is None else float(flag) for flag in self._found]
-        return found, None if self._of_others is None else float(self._of_others)
+        """The flags of this optimizer's losses, and of all else (None without any). Syncs."""
+        *found, others = [None if flag is None else float(flag) for flag in self._flags]
+        return [flag or 0.0 for flag in found], others
 
-    def restore(self, used: Iterable[bool], found: Iterable[float], of_others: float | None) -> None:
+    def restore(self, used: Iterable[bool], found: Sequence[float], others: float | None) -> None:
         """Set the flags to what :meth:`state` returned."""
         self.clear()
         self.used = list(used)
-        self.is_clear = False
-        for index, value in enumerate(found):
-            if self.used[index]:
-                self.found(index).fill_(value)
-        if of_others is not None:
-            self.add_of_others(torch.full((), float(of_others), device=self._device), False)
+        for place, value in enumerate([*found, others]):
+            if value is not None and (place == self._losses or self.used[place]):
+                self._flags[place] = torch.full((), float(value), device=self._device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +218,7 @@ def what_to_try(policy: Policy) -> list[str]:
     return found
 
 
-class OverflowMonitor:
+class SkipMonitor:
     """Follows skipped steps from the step infos that the host gets to see, some of them late.
 
     A step that nobody waits for leaves its info on the device. Integrations read it together with the log values and hand it

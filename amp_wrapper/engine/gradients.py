@@ -1,0 +1,221 @@
+"""The gradients of one optimizer between its backward passes and its step: all that wait carry one scale.
+
+In one of two ways:
+
+* *until the step*: where one loss of one optimizer is all there is. Gradients stay on the weights as the backward passes leave
+  them, times the loss scale, and the step unscales them.
+* *after each pass*: several losses, several optimizers, sums in FP32. What waits carries no scale: it lies at what the optimizer
+  steps, in the FP32 masters of 16-bit weights. A pass first brings it to its own scale where it adds to it, and all of it home
+  at its end. So it does not matter whose loss reached whose parameters, nor how many losses there are.
+
+A 16-bit weight whose master has the gradient has none itself. What lies there between two passes came without a scale, by a
+``backward()`` of the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..casting.masters import Masters, StepLists
+from ..errors import AmpUsageError
+from ..ops import attributes
+from ..policy.nested import HALF_TYPES
+from ..shards import any_sharded, fitted, local_part
+from . import unscale
+
+
+class Gradients:
+    """The gradients of one optimizer.
+
+    Args:
+        params: What it steps, and the weights of the model.
+        after_each_pass: Whether they are unscaled after each backward pass, and not by the step.
+
+    Attributes:
+        params, after_each_pass: As given.
+        in_backward: Whether a pass is under way that may add to them.
+        held: Where FSDP2 keeps gradients of several passes until one averages them: the loss that they are of, and its scale
+            then, a float32 scalar. None where nothing is kept.
+    """
+
+    def __init__(self, params: Masters, after_each_pass: bool) -> None:
+        self.params = params
+        self.after_each_pass = after_each_pass
+        self.in_backward = False
+        self.held: tuple[int, Tensor] | None = None
+        # whether sums have not been averaged over the ranks
+        self._is_local = False
+        # the masters' gradients while a pass is under way: what it brings to masters themselves carries its scale
+        self._aside: list[Tensor | None] = []
+        self._versions = b''
+
+    # -- around a backward pass ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_pass(self, scale: Tensor | None, is_averaged: bool, known: Tensor | None) -> None:
+        """A backward pass is about to add to what waits.
+
+        Args:
+            scale: That of its loss, a float32 scalar; None for 1.
+            is_averaged: Whether DDP averages what lies on the weights afterwards.
+            known: float32 scalar, above 0 where what waits is non-finite already, by another loss; None for finite. Zeros take
+                its place, for the step will be skipped: so this pass answers for its own infinities alone.
+        """
+        self.drop_stepped()
+        self.in_backward = True
+        if not self.after_each_pass:
+            return
+        masters, own = self.params.masters, self.params.without_master()
+        if self._is_local and is_averaged:
+            self._hand_over(scale)
+        self._is_local = not is_averaged
+        self._aside = attributes.gradients(masters)
+        attributes.set_gradients(masters, None)
+        unscale.multiply(own, scale)
+        if known is not None:
+            self.zero_where(known)
+        self._versions = self._count_writes()
+
+    def _hand_over(self, scale: Tensor | None) -> None:
+        """Put local sums, rounded, where DDP looks for gradients: what stayed at the masters would stay on its rank."""
+        for weight, master in zip(self.params.behind_masters, self.params.masters):
+            if master.grad is not None:
+                total = master.grad if scale is None else master.grad * scale
+                weight.grad, master.grad = total.to(weight.dtype), None
+
+    @torch.no_grad()
+    def end_pass(self, scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        """A backward pass is over, however it ended.
+
+        Args:
+            scale: As for :meth:`begin_pass`.
+            found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
+
+        Returns:
+            Whether it has brought anything.
+
+        Raises:
+            AmpUsageError: It was run with ``create_graph=True``, where a scale or masters are; its gradients are dropped.
+        """
+        self.in_backward = False
+        if not self.after_each_pass:
+            return True
+        has_come = self._count_writes() != self._versions
+        masters, own = self.params.masters, self.params.without_master()
+        changed = [*self.params.behind_masters, *masters, *(own if scale is not None else ())]
+        has_graph = attributes.any_requires_grad(attributes.gradients(changed))
+        if has_graph:
+            attributes.set_gradients(changed, None)
+        inverse = None if scale is None else scale.reciprocal()
+        if has_come:
+            unscale.multiply(masters, inverse, found_inf)
+        if self._aside:
+            sums = map(ops.add_gradients, self._aside, attributes.gradients(masters))
+            attributes.set_gradients(masters, list(sums))
+            self._aside = []
+        unscale.add_to_masters(self.params.behind_masters, self.params.masters, inverse, found_inf)
+        unscale.multiply(own, inverse, found_inf if has_come else None)
+        if has_graph:
+            raise AmpUsageError(unscale.NO_GRAPH)
+        return has_come
+
+    @torch.no_grad()
+    def zero_where(self, flag: Tensor) -> None:
+        """Make all of them 0 where a flag, a float32 scalar, is up."""
+        for values in unscale.values_of([*self.params.parameters(), *self.params.behind_masters]):
+            values.masked_fill_(flag.to(values.device) > 0, 0)
+
+    def take_plain(self, found_inf: Tensor | None) -> None:
+        """Add what lies on weights, without a scale, to their masters' gradients.
+
+        Args:
+            found_inf: As for :meth:`end_pass`.
+        """
+        self.drop_stepped()
+        with torch.no_grad():
+            unscale.add_to_masters(self.params.behind_masters, self.params.masters, None, found_inf)
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether something lies on weights that carries no scale, and whose masters have the other gradients."""
+        return self.after_each_pass and attributes.has_any(attributes.gradients(self.params.behind_masters))
+
+    # -- at a step -----------------------------------------------------------------------------------------------------
+
+    def to_step(self, lists: StepLists) -> list[Tensor | None]:
+        """The gradient of each parameter for a fused step, of any floating type, scaled or not; None for none."""
+        if self.after_each_pass:
+            return attributes.gradients(lists.parameters)
+        found = attributes.gradients(lists.weights)
+        # of losses that contain masters themselves
+        if attributes.has_any(attributes.gradients(self.params.masters)):
+            direct = attributes.gradients(lists.parameters)
+            return [g if d is g else ops.add_gradients(d, g) for d, g in zip(direct, found)]
+        return found
+
+    @torch.no_grad()
+    def unscale(self, inverse_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Bring unscaled gradients to where the optimizer looks for them, for the step of any other optimizer.
+
+        Args:
+            inverse_scale: float32 scalar; None for 1.
+            found_inf: As for :meth:`end_pass`.
+        """
+        if not self.after_each_pass:
+            unscale.multiply([*self.params.masters, *self.params.without_master()], inverse_scale, found_inf)
+            unscale.add_to_masters(self.params.behind_masters, self.params.masters, inverse_scale, found_inf)
+
+    def mark_stepped(self) -> None:
+        """A step has used the masters' gradients. Scripts that clear those of weights alone do not know of them."""
+        for grad in attributes.gradients(self.params.masters):
+            if grad is not None:
+                grad._amp_stepped = grad._version  # type: ignore[attr-defined]
+
+    def drop_stepped(self) -> None:
+        """Drop the masters' gradients that a step has used, unless somebody has written to them since."""
+        masters = self.params.masters
+        for master, grad in zip(masters, attributes.gradients(masters)):
+            if grad is not None and getattr(grad, '_amp_stepped', None) == grad._version:
+                master.grad = None
+
+    def clear(self, set_to_none: bool) -> None:
+        """The optimizer's own were cleared: clear those of the weights behind masters."""
+        self._aside, self._is_local, self.held = [], False, None
+        if set_to_none:
+            attributes.set_gradients(self.params.behind_masters, None)
+            return
+        for weight, master in zip(self.params.behind_masters, self.params.masters):
+            if weight.grad is not None:
+                weight.grad.zero_()
+                # zeros beside zeros would only cost memory
+                master.grad = None
+
+    # -- who looks at them ---------------------------------------------------------------------------------------------
+
+    def is_there(self) -> bool:
+        """Whether there is any."""
+        found = [*attributes.gradients(self.params.parameters()), *attributes.gradients(self.params.behind_masters)]
+        return attributes.has_any([*found, *self._aside])
+
+    def save(self, lists: StepLists) -> list[Tensor | None]:
+        """Copies of those that wait, in the order of the groups, for a checkpoint."""
+        return [None if gradient is None else gradient.detach().clone() for gradient in self.to_step(lists)]
+
+    def restore(self, gradients: Sequence[Tensor | None], lists: StepLists) -> None:
+        """Put back what :meth:`save` gave; not changed, and not aliased."""
+        for weight, stepped, gradient in zip(lists.weights, lists.parameters, gradients):
+            weight.grad = stepped.grad = None
+            if gradient is not None:
+                # a sum with what a loss has brought to a master itself is FP32, and would be rounded at the weight
+                is_wide = self.after_each_pass or gradient.dtype not in HALF_TYPES
+                target = stepped if is_wide else weight
+                target.grad = fitted(gradient, target)
+
+    def _count_writes(self) -> bytes:
+        found = attributes.gradients([*self.params.parameters(), *self.params.behind_masters])
+        # FSDP2 adds to the local shards, behind the back of the counters of whole tensors
+        return attributes.versions([*map(local_part, found)] if any_sharded(found) else found)
