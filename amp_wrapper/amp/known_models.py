@@ -69,22 +69,40 @@ def remember(
 
 
 @contextmanager
-def watching(loss: Tensor, stepped: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+def watching(loss: Tensor, stepped: Callable[[], Iterable[Tensor]] | None, beyond: Iterable[Tensor]) -> Iterator[None]:
     """Around a block: note which gradients it leaves where nobody unscales them.
 
     Args:
         loss: What the block gives.
-        stepped: The weights that initialised optimizers step.
+        stepped: The weights that initialised optimizers step; None for no look at where the loss leads.
+        beyond: Those of them that the optimizers of other calls of ``amp.initialize`` step.
     """
     global _looks
-    if _looks:
+    if _looks and stepped is not None:
         _looks = False
         _watch(_leaves(loss), stepped)
-    before = [(leaf, leaf.grad, leaf.grad is not None and leaf.grad._version) for leaf in _reached]
+    before = [
+        (leaf, leaf.grad, leaf.grad is not None and leaf.grad._version)
+        for leaf in (*(_reached if stepped else ()), *beyond)
+    ]
     yield
     for leaf, grad, version in before:
         if leaf.grad is not None and (leaf.grad is not grad or leaf.grad._version != version):
             _scaled[leaf.grad] = leaf.grad._version
+
+
+def refuse_scaled(weights: Iterable[Tensor]) -> None:
+    """Refuse gradients of a loss that was scaled for an optimizer of another session.
+
+    Raises:
+        AmpUsageError: A gradient carries its loss scale.
+    """
+    if _scaled and any(_carries_scale(weight.grad) for weight in weights):
+        raise AmpUsageError(
+            'a loss for an optimizer of another call of amp.initialize() has brought gradients to parameters of this one: they '
+            'carry its loss scale. Hand both over in one call, amp.initialize([model0, model1], [optimizer0, optimizer1]), '
+            'or clear them, optimizer.zero_grad(), where they are not wanted.'
+        )
 
 
 def _carries_scale(gradient: Tensor | None) -> bool:

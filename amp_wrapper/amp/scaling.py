@@ -51,11 +51,14 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
     block = ScaledLoss()
     if is_scaled and result.requires_grad:
         result.register_hook(block)  # type: ignore[no-untyped-call]
-    looks = is_scaled and watches
+    for engine in engines:
+        known_models.refuse_scaled(engine.weights())
     try:
         with (
             receiving(first, loss_id, rest) as came,
-            known_models.watching(result, amp_session.stepped) if looks else nullcontext(),
+            known_models.watching(result, amp_session.stepped if watches else None, amp_session.weights_beyond(first))
+            if is_scaled
+            else nullcontext(),
         ):
             yield result
     finally:

@@ -168,6 +168,7 @@ class Session:
                 result.append(closure())
             closure = None
             args, kwargs = ((None, *args[1:]), kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != name})
+        known_models.refuse_scaled(engine.weights())
         # a skipped step is a step to schedulers, which would warn otherwise
         note_step(optimizer)
 
@@ -305,22 +306,17 @@ def engines_of(optimizers: Any) -> list[Engine]:
     return engines
 
 
-def engines_beyond(engines: Iterable[Engine]) -> list[Engine]:
-    """The engines of other sessions than that of the first of ``engines``, without the rest of these.
+def weights_beyond(engine: Engine) -> list[Tensor]:
+    """The weights that optimizers of other sessions than that of ``engine`` step, without those that its own step as well.
 
     Those that another thread uses are left alone: their gradients may be under way now.
     """
-    here = threading.get_ident()
-    listed = list(engines)
-    if not listed or len(_sessions) < 2:
+    if len(_sessions) < 2:
         return []
-    return [
-        engine
-        for session in _alive()
-        if session.thread == here and listed[0] not in session.engines
-        for engine in session.engines
-        if engine not in listed
-    ]
+    here, mine = threading.get_ident(), {id(weight) for each in (engine, *engine.others) for weight in each.weights()}
+    others = [session for session in _alive() if session.thread == here and engine not in session.engines]
+    weights = [weight for session in others for each in session.engines for weight in each.weights()]
+    return [weight for weight in weights if id(weight) not in mine]
 
 
 def _alive() -> list[Session]:

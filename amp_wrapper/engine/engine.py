@@ -19,7 +19,8 @@ from ..casting.modules import module_device
 from ..checkpoint.format import SavedAmp
 from ..compiler_internals import eager_block, untraced
 from ..distributed_internals import hold_back
-from ..errors import AmpUsageError
+from ..errors import AmpAttachError, AmpUsageError
+from ..ops import attributes
 from ..policy import Policy, said_once
 from . import optimizers, unscale
 from .buffer_snapshot import BufferSnapshot
@@ -150,9 +151,14 @@ class Engine:
             others: The engines of one training, without this one.
 
         Raises:
-            AmpAttachError: A parameter that two optimizers step.
+            AmpAttachError: A parameter that two optimizers step; split masters.
         """
         others = tuple(others)
+        if others and self.policy.split_masters:
+            raise AmpAttachError(
+                "master_weights='split' of one of several optimizers: their gradients are unscaled after each backward pass, "
+                'and 16-bit ones would lose their small numbers. Write master_weights=True.'
+            )
         optimizers.check_shared(self.weights(), [other.weights() for other in others], self.names)
         self.others = others
         self.use_params(self.params)
@@ -300,31 +306,25 @@ class Engine:
         """Put in order what waits, before a backward pass adds to it."""
         # parameters that add_param_group has added get their masters
         self.lists()
-        self.take_plain()
+        self.gradients.drop_stepped()
+        self.take_rest()
         is_kept = self.gradients.held is not None or (self.shard_groups and hold_back(self.shard_groups))
         if not is_kept and not self.flags.is_clear and not self.gradients.is_there():
             # the model's own zero_grad() has cleared the gradients, or the script
             self._drop_flags()
 
-    def take_plain(self) -> None:
-        """Bring gradients without a scale, which lie on weights, to their masters."""
-        if self.gradients.has_plain:
-            flag = self.flags.new() if self.scales.check else None
-            self.gradients.take_plain(flag)
-            if flag is not None:
-                self.flags.add(flag)
-
     def take_rest(self) -> None:
-        """Before a step: check gradients that no pass of a scaled loss has checked."""
-        if not self.gradients.after_each_pass:
+        """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
+        stepped = self.params.parameters()
+        is_unchecked = self.flags.is_clear and attributes.has_any(attributes.gradients(stepped))
+        if not is_unchecked and not self.gradients.has_plain:
             return
-        self.take_plain()
-        if self.scales.check and not self.flags.named and not self.flags.reached:
-            values = unscale.values_of(self.params.parameters())
-            if values:
-                flag = self.flags.new()
-                ops.multi_tensor_isnonfinite(values, flag)
-                self.flags.add(flag)
+        flag = self.flags.new() if self.scales.check else None
+        self.gradients.take_plain(flag)
+        if flag is not None:
+            if is_unchecked:
+                ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)
+            self.flags.add(flag)
 
     def agree(self, norm: ShardNorm | None = None) -> Tensor | None:
         """Exchange the overflow flags, so that every rank decides the same. Collective, where there are several ranks.

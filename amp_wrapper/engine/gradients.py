@@ -2,9 +2,9 @@
 
 In one of two ways:
 
-* *until the step*: where one loss of one optimizer is all there is. Gradients stay on the weights as the backward passes leave
+* *until the step*: where one loss of one optimizer is all there is. Gradients stay on the weights as backward passes leave
   them, times the loss scale, and the step unscales them.
-* *after each pass*: several losses, several optimizers, sums in FP32. What waits carries no scale: it lies at what the optimizer
+* *after each pass*: several losses or optimizers, or sums in FP32. What waits carries no scale: it lies at what the optimizer
   steps, in the FP32 masters of 16-bit weights. A pass first brings it to its own scale where it adds to it, and all of it home
   at its end. So it does not matter whose loss reached whose parameters, nor how many losses there are.
 
@@ -135,7 +135,6 @@ class Gradients:
         Args:
             found_inf: As for :meth:`end_pass`.
         """
-        self.drop_stepped()
         with torch.no_grad():
             unscale.add_to_masters(self.params.behind_masters, self.params.masters, None, found_inf)
 

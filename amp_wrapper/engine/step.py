@@ -61,7 +61,10 @@ def take_step(
     assert engine.optimizer is not None
     run = _OwnStep(engine, own_step or engine.optimizer.step, kwargs)
     _check(engine, kwargs)
-    engine.take_rest()
+    if engine.gradients.after_each_pass:
+        if engine.gradients.has_plain:
+            engine.gradients.drop_stepped()
+        engine.take_rest()
     if kwargs.get('closure') is not None:
         return _step_with_closure(engine, clip, run)
     engine.params.before_step()

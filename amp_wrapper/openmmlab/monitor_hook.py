@@ -211,8 +211,8 @@ def attach_members(members: Mapping[str, Engine], chosen: str) -> Attach:
             name: [by_name[engine.name(weight)] for weight in engine.weights() if engine.name(weight) in by_name]
             for name, engine in members.items()
         }
-        for name, engine in members.items():
-            policy = engine.policy if name == chosen else engine.policy
+        for name, other in members.items():
+            policy = engine.policy if name == chosen else other.policy
             if owned[name]:
                 # it steps nothing: it says which parameters are whose
                 member = Engine(policy, torch.optim.SGD(owned[name], lr=0.0))

@@ -315,8 +315,8 @@ def _conflicts(read: SimpleNamespace, level: Policy) -> Iterator[str]:
         yield "{master_weights} conflicts with {opt_level}, {cast_model_type}: no weight is 16-bit. Write 'O2' or 'O5'"
     if masters == 'split' and several:
         yield '{master_weights} conflicts with {num_losses}, which needs whole masters: write master_weights=True'
-    if read.accumulate_in_fp32 and several and is_half and not (level.master_weights if masters is None else masters):
-        yield '{accumulate_in_fp32} conflicts with {num_losses}, {opt_level} without masters: write master_weights=True'
+    if read.accumulate_in_fp32 and is_half and (level.master_weights if masters is None else masters) is not True:
+        yield '{accumulate_in_fp32} conflicts with {opt_level} without whole masters, for the sums: write master_weights=True'
 
 
 def _policy(read: SimpleNamespace, level: Policy, scale: LossScaleConfig, given: Mapping[str, Any]) -> Policy:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from exact_scripts import KINDS, LEVELS, MASTERS, backward, sgd, start
+from exact_scripts import KINDS, LEVELS, MASTERS, backward, gradients, sgd, start
 from play import Part, data
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from amp_wrapper import AmpOptimWrapper, amp
+from amp_wrapper import AmpOptimWrapper, AmpUsageError, amp
 
 # -- what is forgotten --------------------------------------------------------------------------------------------------
 
@@ -22,28 +22,9 @@ def the_block(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
     loss.backward()
 
 
-def the_block_of_a_second_pass(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
-    """The sum on one weight cannot be told apart."""
-    backward(loss, optimizer)
-    net(data(0)).backward()
-
-
 def to_use_the_scaled_loss(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
     with amp.scale_loss(loss, optimizer):
         loss.backward()
-
-
-def to_indent_the_backward_pass(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
-    with amp.scale_loss(loss, optimizer) as scaled:
-        pass
-    scaled.backward()
-
-
-def to_keep_autograd_grad_in_the_block(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
-    with amp.scale_loss(loss, optimizer) as scaled:
-        found = torch.autograd.grad(scaled, net.trained)
-    for parameter, gradient in zip(net.trained, found):
-        parameter.grad = gradient
 
 
 def to_clip_the_norm_of_masters(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
@@ -59,10 +40,7 @@ def to_clip_the_values_of_masters(net: Part, optimizer: Optimizer, loss: Tensor)
 #: What is forgotten -> words of the warning, the levels that warn, and whether only a scale other than 1 does.
 FORGOTTEN: dict[Callable[[Part, Optimizer, Tensor], None], tuple[str, Sequence[str], bool]] = {
     the_block: ('SGD steps gradients that no amp.scale_loss block brought', LEVELS, True),
-    the_block_of_a_second_pass: ('outside', MASTERS, False),
     to_use_the_scaled_loss: ('scaled_loss.backward()', LEVELS, True),
-    to_indent_the_backward_pass: ('after the end of its "with amp.scale_loss', LEVELS, True),
-    to_keep_autograd_grad_in_the_block: ('torch.autograd.grad', LEVELS, True),
     to_clip_the_norm_of_masters: ('amp.master_params(optimizer)', MASTERS, False),
     to_clip_the_values_of_masters: ('amp.master_params(optimizer)', MASTERS, False),
 }
@@ -84,6 +62,17 @@ def test_what_is_forgotten_is_warned_of_once(forgets: Any, to_none: bool, log: l
         if [words in line for line in log] != [True] * count:
             wrong.append((level, verbosity, scale, log[:]))
     assert wrong == []
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_backward_pass_after_its_block_is_refused(level: str) -> None:
+    """Nothing has come of it then."""
+    net, optimizer = start(level)
+    with amp.scale_loss(net(data(0)), optimizer) as scaled:
+        pass
+    with pytest.raises(AmpUsageError, match='after the end of its "with amp'):
+        scaled.backward()
+    assert gradients(optimizer) == [None, None]
 
 
 @pytest.mark.parametrize('level', KINDS)

@@ -179,15 +179,6 @@ def test_passes_with_different_scales_are_added_in_fp32(level: str) -> None:
     assert run.masters()[0].grad.item() == 1 + 2.0**-12 + 2.0**-12
 
 
-def test_an_infinite_sum_of_finite_fp32_gradients_is_no_overflow() -> None:
-    run = holder('O1', (1, 1), num_losses=2, loss_scale=dict(init_scale=8.0), lr=0.0)
-    for index in range(2):
-        for _ in range(2):
-            arriving(run, torch.full((1, 1), 3e38), loss_id=index)
-    run.step()
-    assert not run.skipped()
-
-
 def test_repeated_rows_of_a_sparse_gradient_are_added_in_fp32() -> None:
     """Two finite gradients of one row are no overflow, though float16 cannot hold their sum."""
     model = nn.Embedding(3, 1, sparse=True)
@@ -313,7 +304,6 @@ def test_fp32_sums_change_nothing_where_gradients_are_fp32() -> None:
         assert differing(runs[0].bits(), runs[1].bits()) == []
 
 
-@pytest.mark.xfail(strict=True, reason='engine')
 @pytest.mark.parametrize('words', [dict(level='O3'), dict(level='O2', master_weights='split')], ids=str)
 def test_fp32_sums_without_masters_are_refused(words: dict[str, Any]) -> None:
     with pytest.raises(AmpConfigError, match='accumulate_in_fp32'):
@@ -369,7 +359,6 @@ def test_bytes_of_a_parameter(level: str, make: Any) -> None:
         assert resident(run) == 2 + 4 + 8
 
 
-@pytest.mark.xfail(strict=True, reason='engine')
 @pytest.mark.parametrize('level', MASTERED)
 def test_weights_whose_masters_have_the_gradient_have_none(level: str) -> None:
     """18 bytes for each parameter between the block and the step; ``model.zero_grad()`` clears masters, too."""

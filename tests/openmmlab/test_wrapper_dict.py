@@ -174,7 +174,6 @@ def test_members_train_as_in_fp32(levels: Any, setup: str, make: Any) -> None:
     assert wrong == []
 
 
-@pytest.mark.xfail(strict=True, reason='engine')
 @pytest.mark.parametrize('level', ['O2', 'O5'])
 def test_masters_of_members_with_several_losses_in_the_loss_of_another(level: str) -> None:
     run = Training((level, level), masters=True, num_losses=2).play('d D g G d D')
@@ -263,16 +262,12 @@ def test_sparse_and_dense_gradients_meet() -> None:
 
 # -- what cannot be, and what is said ---------------------------------------------------------------------------------------
 
-CHANGED = pytest.mark.xfail(strict=True, reason='openmmlab')
 
-
-def sharing(first: str, second: str | None) -> OptimWrapperDict:
-    """Two members that step the same part; None for a wrapper of mmengine."""
+def sharing(first: str, second: str) -> OptimWrapperDict:
+    """Two members that step the same part."""
     model = Gan()
     optimizers = [sgd([{'params': [*model.g.trained, *more], 'lr': 0.25}]) for more in ([], model.d.trained)]
     one = AmpOptimWrapper(opt_level=first, optimizer=optimizers[0], verbosity=0)
-    if second is None:
-        return OptimWrapperDict(a=one, b=OptimWrapper(optimizers[1]))
     return OptimWrapperDict(a=one, b=AmpOptimWrapper(opt_level=second, optimizer=optimizers[1], verbosity=0))
 
 
@@ -282,8 +277,7 @@ def sharing(first: str, second: str | None) -> OptimWrapperDict:
         ('O2', 'O5'),
         ('O0', 'O2'),
         ('O2', 'O3'),
-        ('O2', None),
-        *(pytest.param((level, level), marks=CHANGED) for level in ('O0', 'O2', 'O5')),
+        *((level, level) for level in ('O0', 'O2', 'O5')),
     ],
 )
 def test_parameters_of_two_optimizers_are_refused(levels: Any) -> None:
@@ -291,7 +285,6 @@ def test_parameters_of_two_optimizers_are_refused(levels: Any) -> None:
         sharing(*levels)
 
 
-@CHANGED
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O4'])
 def test_wrapper_of_mmengine_in_the_same_dict_is_refused(level: str) -> None:
     """Gradients that its loss brings to the parameters of ours carry no scale."""
