@@ -7,12 +7,9 @@ Nothing that outlives a step may hold an engine; hooks in the graph of a loss wo
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from types import MethodType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -22,11 +19,11 @@ from torch.optim import Optimizer
 
 from ..casting import hugging_face, region
 from ..casting.sharding import Sharding
-from ..compiler_internals import untraced
-from ..engine import Engine, attach_together, inner_optimizers, new_scalers, take_step
+from ..engine import Engine, attach_together, new_scalers, own_methods, take_step
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
 from ..engine.optimizers import check_owners
+from ..engine.own_methods import put_in_front
 from ..errors import AmpAttachError, AmpUsageError, short
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
@@ -75,16 +72,13 @@ class Session:
         check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
         self.policy = policy
         self.scalers = new_scalers(policy)
-        self.engines = [Engine(policy, optimizer, self.scalers) for optimizer in optimizers]
+        self.engines = [Engine(policy, ref(optimizer), self.scalers) for optimizer in optimizers]
         self._unread: dict[int, list[LateRead]] = {}
         #: The thread that used this session last.
         self.thread = threading.get_ident()
         if len(optimizers) > 1:
             for index, engine in enumerate(self.engines):
                 engine.label = f'optimizer {index}'
-        if optimizers:
-            # passes of this session look at the others: not at those that nobody uses any more
-            _forget_dead()
         # before masters stand in the place of their weights
         theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self.engines, models, policy, sharding)
@@ -102,7 +96,7 @@ class Session:
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
         if optimizers:
-            _sessions.append(ref(self))
+            _sessions[:] = [ref(session) for session in (*_alive(), self)]
 
     def __repr__(self) -> str:
         return '\n'.join(repr(engine) for engine in self.engines)
@@ -112,53 +106,50 @@ class Session:
         return next(engine for engine in self.engines if engine.optimizer is optimizer)
 
     def _stand_in_front(self, optimizer: Optimizer, engine: Engine) -> None:
-        """``step`` and ``zero_grad`` of this one object lead through the engine.
-
-        They are attributes of the object, which torch neither pickles nor copies: its class, its saved form and every copy are
-        those of a plain optimizer. Schedulers that came before stay inside, those that come later go around.
-        """
-        own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
-        closure = _first_name(own_step, 'closure')
-        inner = inner_optimizers.inside(optimizer)
+        """``step`` and ``zero_grad`` of this one object lead through the engine, and the object holds the session."""
+        inner = own_methods.inside(optimizer)
         for each in inner:
-            name = _first_name(each.step, 'closure')
+            put_in_front(each, 'step', functools.partial(self._step_of, engine, False))
+        put_in_front(optimizer, 'step', functools.partial(self._step_of, engine, bool(inner)))
+        put_in_front(optimizer, 'zero_grad', functools.partial(self._zero_grad, engine))
 
-            def take(inner_step: Callable[..., Any], args: Any, kwargs: Any, name: str = name) -> Any:
-                self.thread = threading.get_ident()
-                return self._step(engine, inner_step, name, args, kwargs)
+    def _zero_grad(
+        self, engine: Engine, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.thread = threading.get_ident()
+        engine.zero_grad(own, **_named('set_to_none', args, kwargs))
 
-            inner_optimizers.lead(each, lambda: engine.in_own_step, take)
+    def _step_of(
+        self, engine: Engine, holds: bool, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of ``step`` of an optimizer, or of one inside of it.
 
-        @untraced
-        @functools.wraps(getattr(own_step, '__func__', own_step))
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self.thread = threading.get_ident()
-            if inner and not engine.is_plain and callable(args[0] if args else kwargs.get(closure)):
-                # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
-                return own_step(*args, **kwargs)
-            return self._step(engine, own_step, closure, args, kwargs)
-
-        @untraced
-        @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
-        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self.thread = threading.get_ident()
-            engine.zero_grad(own_zero_grad, **_named('set_to_none', args, kwargs))
-
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+        Args:
+            engine: Of the outer one.
+            holds: Whether there are some inside.
+            own: Its own method.
+            args: Of the call.
+            kwargs: Of the call.
+        """
+        self.thread = threading.get_ident()
+        if engine.in_own_step:
+            return own(*args, **kwargs)
+        if holds and not engine.is_plain and callable(args[0] if args else kwargs.get('closure')):
+            # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
+            return own(*args, **kwargs)
+        return self._step(engine, own, args, kwargs)
 
     def _step(
         self,
         engine: Engine,
         own_step: Callable[..., Any],
-        name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         optimizer = engine.optimizer
         assert optimizer is not None
         result: list[Any] = []
-        closure = args[0] if args else kwargs.get(name)
+        closure = args[0] if args else kwargs.get('closure')
         if not callable(closure):
             # whatever else optimizers of third parties take there
             closure = None
@@ -167,7 +158,9 @@ class Session:
             with torch.enable_grad():
                 result.append(closure())
             closure = None
-            args, kwargs = ((None, *args[1:]), kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != name})
+            args, kwargs = (
+                ((None, *args[1:]), kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != 'closure'})
+            )
         known_models.refuse_scaled(engine.weights())
         # a skipped step is a step to schedulers, which would warn otherwise
         note_step(optimizer)
@@ -219,16 +212,6 @@ def _named(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     if len(args) > 1 or (args and first in kwargs):
         raise TypeError(f'at most one argument without a name was expected ({first}), but {len(args)} were given.')
     return {first: args[0], **kwargs} if args else dict(kwargs)
-
-
-def _first_name(method: Callable[..., Any], usual: str) -> str:
-    """What a method calls its first argument, where it has none of the usual name."""
-    try:
-        names = list(inspect.signature(method).parameters.values())
-    except (TypeError, ValueError):
-        return usual
-    places = [each.name for each in names if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return usual if usual in [each.name for each in names] or not places else places[0]
 
 
 def check_new(optimizers: Iterable[Optimizer]) -> None:
@@ -320,19 +303,14 @@ def weights_beyond(engine: Engine) -> list[Tensor]:
 
 
 def _alive() -> list[Session]:
-    return [session for session in (found() for found in _sessions) if session is not None]
+    """Those of which somebody holds an optimizer."""
+    found = [session for session in (reference() for reference in _sessions) if session is not None]
+    return [session for session in found if any(engine.optimizer is not None for engine in session.engines)]
 
 
 def stepped() -> list[Tensor]:
     """The weights that initialised optimizers step."""
     return [weight for session in _alive() for engine in session.engines for weight in engine.weights()]
-
-
-def _forget_dead() -> None:
-    if _alive():
-        # those that nobody uses any more, but Python has not yet found
-        gc.collect()
-    _sessions[:] = [found for found in _sessions if found() is not None]
 
 
 def sessions(optimizers: Any = None) -> list[Session]:
@@ -347,8 +325,6 @@ def sessions(optimizers: Any = None) -> list[Session]:
     if optimizers is not None:
         chosen = {id(engine) for engine in engines_of(optimizers)}
         return [session for session in _alive() if any(id(engine) in chosen for engine in session.engines)]
-    if len(_sessions) > 1:
-        _forget_dead()
     alive = _alive()
     if not alive and not _disabled:
         raise AmpUsageError(_NEVER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,8 @@ class Masters:
     optimizer holds is rounded for good, in files too.
 
     Args:
-        optimizer: Holds the parameters, and its groups are changed in place; None for inference.
+        optimizer: Holds the parameters, and its groups are changed in place; as a weak reference where it holds this object;
+            None for inference.
         weights: The parameters about to become 16-bit, by name.
         kind: 'none'; 'whole' for masters; 'split' for remainders.
         dtype: What the weights become; None where they keep their types.
@@ -64,12 +66,12 @@ class Masters:
 
     def __init__(
         self,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | ReferenceType[Optimizer] | None,
         weights: Mapping[str, nn.Parameter] | None = None,
         kind: Literal['none', 'whole', 'split'] = 'none',
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self.kind = kind
         self.have_fp32_values = kind != 'none'
         self.behind_masters: list[nn.Parameter] = []
@@ -96,9 +98,15 @@ class Masters:
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """What steps them; None for inference, and where nobody holds it any more."""
+        return self._optimizer() if isinstance(self._optimizer, ReferenceType) else self._optimizer
+
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: FP32 masters where there are any, else the model's own parameters."""
-        return [] if self.optimizer is None else parameters_of(self.optimizer)
+        optimizer = self.optimizer
+        return [] if optimizer is None else parameters_of(optimizer)
 
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
@@ -167,16 +175,17 @@ class Masters:
     def _replace(self, others: Mapping[int, nn.Parameter]) -> None:
         """Let the optimizer step others in place of some tensors, given by id, with the same state."""
         replaced = [parameter for parameter in self.parameters() if id(parameter) in others]
-        if self.optimizer is None or not replaced:
+        optimizer = self.optimizer
+        if optimizer is None or not replaced:
             return
-        state = self.optimizer.state
+        state = optimizer.state
         for parameter in replaced:
             if parameter in state:
                 state[others[id(parameter)]] = state.pop(parameter)
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group['params'][:] = [others.get(id(parameter), parameter) for parameter in group['params']]
-        if is_zero(self.optimizer):
-            replace_in_zero(self.optimizer, others)
+        if is_zero(optimizer):
+            replace_in_zero(optimizer, others)
 
     def release(self) -> None:
         """Put the model weights back into the optimizer, with the state of masters, which edits of any kind have reached.

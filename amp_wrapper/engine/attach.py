@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from .. import distributed_internals
 from ..casting import cast_module, checks, roots
-from ..casting.masters import Masters
 from ..casting.modules import module_device
 from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
@@ -256,7 +255,7 @@ def _make_masters(engine: Engine, plan: CastPlan) -> None:
     policy = engine.policy
     if engine.optimizer is not None and policy.master_weights:
         kind: Literal['split', 'whole'] = 'split' if policy.split_masters else 'whole'
-        engine.use_params(Masters(engine.optimizer, plan.parameters, kind, policy.cast_model_type))
+        engine.use_params(plan.parameters, kind, policy.cast_model_type)
 
 
 def _take_cast(engine: Engine, plan: CastPlan) -> None:

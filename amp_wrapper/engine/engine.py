@@ -6,7 +6,8 @@ import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Literal
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +78,15 @@ class Engine:
 
     Args:
         policy: The configuration.
-        optimizer: Any :class:`torch.optim.Optimizer` whose ``step`` needs no closure, or None for inference.
+        optimizer: Any :class:`torch.optim.Optimizer` whose ``step`` needs no closure, or None for inference. As a weak
+            reference where the optimizer holds the engine.
         scalers: The loss scales, where several engines share them; one for each loss. None: scales of its own.
 
     Raises:
         AmpAttachError: An optimizer that cannot be wrapped.
 
     Attributes:
-        policy, optimizer: As given.
+        policy: As given.
         stage: Where it stands between two optimizer steps.
         params: What the optimizer steps, and what the model computes with.
         scales: The loss scales.
@@ -104,10 +106,12 @@ class Engine:
     """
 
     def __init__(
-        self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None = None
+        self,
+        policy: Policy,
+        optimizer: Optimizer | ReferenceType[Optimizer] | None,
+        scalers: Sequence[LossScaler] | None = None,
     ) -> None:
         self.policy = policy
-        self.optimizer = optimizer
         self.stage = Stage.DETACHED
         self.label = ''
         self.observers: list[StepObserver] = []
@@ -121,28 +125,43 @@ class Engine:
         self.pending: SavedAmp | None = None
         self.in_own_step = False
         self.knows_pairs = -1
+        self._optimizer = optimizer
         self.reset()
-        if policy.enabled and optimizer is not None:
-            optimizers.check_optimizer(optimizer)
+        if policy.enabled and self.optimizer is not None:
+            optimizers.check_optimizer(self.optimizer)
             if policy.split_masters:
-                optimizers.check_steps_split(optimizer)
+                optimizers.check_steps_split(self.optimizer)
 
     def reset(self) -> None:
         """Let go of the model."""
-        self.use_params(Masters(self.optimizer))
+        self.use_params()
         self.ddp = Reducers(None, self.weights)
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.casts: plan.CastPlan | None = None
         self.stage = Stage.DETACHED
 
-    def use_params(self, params: Masters) -> None:
-        """Step these from now on; no gradient waits."""
+    def use_params(
+        self,
+        weights: Mapping[str, nn.Parameter] | None = None,
+        kind: Literal['none', 'whole', 'split'] = 'none',
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Step the optimizer's parameters from now on; no gradient waits.
+
+        Args:
+            weights: As for :class:`~amp_wrapper.casting.masters.Masters`.
+            kind: As there.
+            dtype: As there.
+        """
+        self.params = Masters(self._optimizer, weights, kind, dtype)
+        self._use_gradients()
+
+    def _use_gradients(self) -> None:
         policy = self.policy
         sums = policy.accumulate_in_fp32 and policy.casts_model
         several = policy.num_losses > 1 or self.scales.are_shared
-        self.params = params
-        self.gradients = Gradients(params, bool(self.others) or (policy.enabled and (sums or several)))
+        self.gradients = Gradients(self.params, bool(self.others) or (policy.enabled and (sums or several)))
 
     def join(self, others: Iterable[Engine]) -> None:
         """Say whose parameters the losses of this engine may reach as well, before attaching.
@@ -161,7 +180,7 @@ class Engine:
             )
         optimizers.check_shared(self.weights(), [other.weights() for other in others], self.names)
         self.others = others
-        self.use_params(self.params)
+        self._use_gradients()
 
     def __repr__(self) -> str:
         # reads the device
@@ -180,6 +199,11 @@ class Engine:
         return copied
 
     # -- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Whose step it is; None for inference, and where nobody holds it any more."""
+        return self.params.optimizer
 
     @property
     def attached(self) -> bool:

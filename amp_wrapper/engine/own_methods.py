@@ -1,0 +1,102 @@
+"""Stands in front of methods of an optimizer, and of those inside of it which step the same groups (SAM's base optimizer).
+
+An outer optimizer does its work around the inner step, in methods that this package does not know, and with closures that run
+in the middle. So the inner ``step`` is where gradients are used: it is taken or skipped, and the loss scale is updated there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+from weakref import ref
+
+from torch.optim import Optimizer
+
+from ..compiler_internals import untraced
+from ..errors import AmpUsageError
+from ..ops.attributes import same
+from .engine import Engine
+
+
+class _FrontMethod:
+    """A method of one object that does not keep the object alive, as a bound one would, which lies in the object itself.
+
+    torch's schedulers wrap ``step``, and look for the function and its object.
+
+    Args:
+        function: Takes the object, and the arguments of a call.
+        owner: The object.
+    """
+
+    def __init__(self, function: Callable[..., Any], owner: object) -> None:
+        functools.update_wrapper(self, function)
+        self.__func__ = function
+        self._owner = ref(owner)
+
+    @property
+    def __self__(self) -> object:
+        return self._owner()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._owner(), *args, **kwargs)
+
+
+def put_in_front(optimizer: Optimizer, name: str, front: Callable[..., Any]) -> None:
+    """Let calls of a method of one optimizer lead through a function.
+
+    Args:
+        optimizer: The method becomes an attribute of the object, which torch neither pickles nor copies: its class, its saved
+            form and every copy are those of a plain optimizer. Schedulers that came before stay inside, those that come later
+            go around.
+        name: Of the method.
+        front: Takes the optimizer's own method, and the positional and the named arguments of a call.
+    """
+    own: Any = getattr(optimizer, name)
+    function = own.__func__ if getattr(own, '__self__', None) is optimizer else None
+    # a scheduler's wrapper is a function of its own, without the object
+    rest = own if function is None else None
+
+    @untraced
+    @functools.wraps(function or own)
+    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return front(MethodType(function, self) if function is not None else rest, args, kwargs)
+
+    setattr(optimizer, name, _FrontMethod(method, optimizer))
+
+
+def inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that another one holds as attributes, and that step its very groups; theirs too, outermost first."""
+    found = [optimizer]
+    # it grows meanwhile; two may hold each other
+    for each in found:
+        for value in vars(each).values():
+            if isinstance(value, Optimizer) and value not in found and same(value.param_groups, optimizer.param_groups):
+                found.append(value)
+    return found[1:]
+
+
+def refuse_direct_steps(engine: Engine) -> None:
+    """Refuse ``step()`` of the optimizer of an engine, and of those inside of it, while gradients wait for its own step.
+
+    Args:
+        engine: Not kept alive.
+    """
+    optimizer, reference = engine.optimizer, ref(engine)
+    assert optimizer is not None
+    kind = type(optimizer).__name__
+
+    def step(own_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = reference()
+        if found is None or found.in_own_step or not found.awaits_step:
+            return own_step(*args, **kwargs)
+        raise AmpUsageError(
+            f'{kind}.step() beside the wrapper that holds the optimizer: the gradients of its backward() carry the loss scale, '
+            f'or have not come to the FP32 masters yet. Call optim_wrapper.step() or optim_wrapper.update_params(loss). '
+            f'Optimizers whose steps have parts of their own, as first_step() and second_step() of SAM, train through '
+            f'amp.initialize(model, optimizer) and amp.scale_loss.'
+        )
+
+    for each in (optimizer, *inside(optimizer)):
+        put_in_front(each, 'step', step)
