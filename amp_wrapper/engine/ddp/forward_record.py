@@ -37,10 +37,7 @@ class ForwardRecord:
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if torch.is_grad_enabled():
-            if module.require_backward_grad_sync:
-                self.state = 'averaged'
-            elif self.state != 'averaged':
-                self.state = 'local'
+            self.state = 'averaged' if module.require_backward_grad_sync else 'local'
 
     never_compiled(__call__)
 
