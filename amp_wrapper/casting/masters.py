@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .. import ops
 from ..errors import AmpUsageError, some
 from ..ops import attributes
-from ..policy.nested import HALF_TYPES, parameters_of
+from ..policy.nested import HALF_TYPES, parameters_in
 from ..shards import Layout
 from ..torch_internals import is_zero, replace_in_zero
 from . import fp32_values
@@ -106,7 +106,7 @@ class Masters:
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: FP32 masters where there are any, else the model's own parameters."""
         optimizer = self.optimizer
-        return [] if optimizer is None else parameters_of(optimizer)
+        return [] if optimizer is None else parameters_in(optimizer.param_groups)
 
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
@@ -123,7 +123,7 @@ class Masters:
 
     def lists(self) -> StepLists:
         """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed."""
-        trains = any(weight.requires_grad for weight in self._frozen.values())
+        trains = bool(self._frozen) and any(weight.requires_grad for weight in self._frozen.values())
         lists = None if trains else self._lists
         if lists is None or not attributes.same(self.parameters(), lists.parameters):
             self.adopt()
@@ -202,8 +202,13 @@ class Masters:
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
     def _state(self) -> tuple[bytes, ...]:
-        sides, read = (self._weights, self._partners), (attributes.versions, attributes.addresses)
-        return tuple(numbers(side) for side in sides for numbers in read)
+        weights, partners = self._weights, self._partners
+        return (
+            attributes.versions(weights),
+            attributes.addresses(weights),
+            attributes.versions(partners),
+            attributes.addresses(partners),
+        )
 
     def settle(self) -> None:
         """Weights and FP32 values agree now: what the optimizer has just written is no edit."""

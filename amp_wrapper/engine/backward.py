@@ -32,7 +32,7 @@ def scale(engine: Engine, loss: Tensor, loss_id: int = 0, together: Sequence[Eng
     for each in (engine, *together):
         for observer in each.observers:
             observer.see_loss(engine, loss, loss_id)
-    return scaler.scale(loss, _scale_of(engine, loss_id))
+    return scaler.scale(loss, _scale_of(engine, loss_id) if engine.gradients.after_each_pass else None)
 
 
 def _scale_of(engine: Engine, loss_id: int) -> Tensor | None:
@@ -79,6 +79,16 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
         AmpUsageError: As :func:`backward`; inside another pass of one of the engines. After an exception inside, what has
             come by then is there, unscaled, as torch leaves it.
     """
+    came: list[Engine] = []
+    if not engine.gradients.after_each_pass:
+        # one loss of one optimizer: nothing meets anything
+        engine.gradients.begin_pass(None, True, None)
+        try:
+            yield came
+        finally:
+            engine.gradients.end_pass(None, None)
+        engine.note_pass(loss_id)
+        return
     named = [engine, *together]
     reached = [*named, *(each for each in engine.others if each not in named)]
     if any(each.gradients.in_backward for each in reached):
@@ -88,7 +98,6 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
         )
     loss_scale = _scale_of(engine, loss_id)
     passes = [_Pass(each, loss_scale, loss_id if each is engine else None, each in named) for each in reached]
-    came: list[Engine] = []
     try:
         for each in passes:
             each.begin()
@@ -130,15 +139,12 @@ class _Pass:
     def begin(self) -> None:
         """Bring what waits to the scale of the pass."""
         engine, gradients = self.engine, self.engine.gradients
-        known = None
-        if gradients.after_each_pass:
-            engine.tidy_up()
-            known = engine.flags.skipped(but=self._loss_id)
-            if engine.shard_groups and self._is_named and self._scale is not None:
-                self._hold(self._scale, hold_back(engine.shard_groups))
-            if engine.scales.check or not self._is_named:
-                self.flag = engine.flags.new()
-        gradients.begin_pass(self._scale, engine.ddp.averages(), known)
+        engine.tidy_up()
+        if engine.shard_groups and self._is_named and self._scale is not None:
+            self._hold(self._scale, hold_back(engine.shard_groups))
+        if engine.scales.check or not self._is_named:
+            self.flag = engine.flags.new()
+        gradients.begin_pass(self._scale, engine.ddp.averages(), engine.flags.skipped(but=self._loss_id))
 
     def _hold(self, scale: Tensor, keeps: bool) -> None:
         """FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
@@ -174,10 +180,8 @@ class _Pass:
 def _note_own(named: Sequence[_Pass], passes: Sequence[_Pass], loss_id: int) -> None:
     """After a pass: say which step is skipped, and whose scale falls."""
     engine = named[0].engine
-    engine.flags.used[loss_id] = True
     for each in named:
-        each.engine.flags.named = True
-        each.engine.stage = Stage.ACCUMULATING
+        each.engine.note_pass(loss_id if each.engine is engine else None)
     # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
     # gradients elsewhere are mostly thrown away, and do not count
     counted = named if engine.scales.are_shared else [each for each in passes if each.has_come]

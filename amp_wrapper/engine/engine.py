@@ -203,7 +203,8 @@ class Engine:
     @property
     def optimizer(self) -> Optimizer | None:
         """Whose step it is; None for inference, and where nobody holds it any more."""
-        return self.params.optimizer
+        found = self._optimizer
+        return found() if isinstance(found, ReferenceType) else found
 
     @property
     def attached(self) -> bool:
@@ -337,6 +338,17 @@ class Engine:
             # the model's own zero_grad() has cleared the gradients, or the script
             self._drop_flags()
 
+    def note_pass(self, loss_id: int | None) -> None:
+        """A backward pass for this optimizer is over.
+
+        Args:
+            loss_id: Of its own loss; None for one whose scale is another engine's.
+        """
+        self.flags.named = True
+        if loss_id is not None:
+            self.flags.used[loss_id] = True
+        self.stage = Stage.ACCUMULATING
+
     def take_rest(self) -> None:
         """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
         stepped = self.params.parameters()
@@ -382,7 +394,10 @@ class Engine:
 
         Those of all models of the training: losses may have gone through each.
         """
-        for snapshot in dict.fromkeys(each for engine in (self, *self.others) for each in engine.snapshots):
+        found = list(self.snapshots)
+        for other in self.others:
+            found += other.snapshots
+        for snapshot in dict.fromkeys(found):
             snapshot.settle(flag)
 
     def review(self, infos: Iterable[Sequence[float]]) -> None:
@@ -403,17 +418,18 @@ class Engine:
             own: The optimizer's own ``zero_grad``, where another stands in front of it.
             **kwargs: For it (``set_to_none``).
         """
-        assert self.optimizer is not None
+        optimizer = self.optimizer
+        assert optimizer is not None
         self._drop_flags()
-        (own or self.optimizer.zero_grad)(**kwargs)
+        (own or optimizer.zero_grad)(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
         if self.stage is not Stage.DETACHED:
             self.stage = Stage.READY
 
     def _drop_flags(self) -> None:
         """Gradients are cleared without a step: shared loss scales learn from them all the same."""
-        is_whole = self.gradients.held is None and not self.ddp.is_local()
-        if self.scales.are_shared and any(self.flags.used) and is_whole:
+        learns = self.scales.are_shared and any(self.flags.used) and self.gradients.held is None
+        if learns and not self.ddp.is_local():
             if self.params.layout.groups:
                 self.agree()
             self.scales.update(self.flags, self.device)

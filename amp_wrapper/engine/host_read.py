@@ -55,8 +55,8 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = any(not hasattr(hook, 'sees_no_gradient') for hook in hooks_before_all_steps().values())
-    return others or bool(hooks_before_steps(optimizer))
+    others = [hook for hook in hooks_before_all_steps().values() if not hasattr(hook, 'sees_no_gradient')]
+    return bool(others or hooks_before_steps(optimizer))
 
 
 @contextlib.contextmanager

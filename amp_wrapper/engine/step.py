@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .. import ops
 from ..casting import fp32_values
@@ -29,6 +30,7 @@ from .unscale import nonfinite_names
 OwnStep = Callable[..., Any]
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
+_in_backward: Callable[[Engine], bool] = operator.attrgetter('gradients.in_backward')
 
 
 @untraced
@@ -58,8 +60,9 @@ def take_step(
             that were both written to by others.
         OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
     """
-    assert engine.optimizer is not None
-    run = _OwnStep(engine, own_step or engine.optimizer.step, kwargs)
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    run = _OwnStep(engine, own_step or optimizer.step, kwargs)
     _check(engine, kwargs)
     if engine.gradients.after_each_pass:
         if engine.gradients.has_plain:
@@ -68,14 +71,14 @@ def take_step(
     if kwargs.get('closure') is not None:
         return _step_with_closure(engine, clip, run)
     engine.params.before_step()
-    lists = engine.lists()
+    lists = engine.params.lists()
     for observer in engine.observers:
         observer.before_step(engine)
-    gradients = _for_fused(engine, clip, lists)
-    if gradients is not None:
-        result = _step_fused(engine, clip, gradients, lists, run)
+    gradients = _for_fused(engine, optimizer, clip, lists) if isinstance(optimizer, FusedOptimizer) else None
+    if gradients is not None and isinstance(optimizer, FusedOptimizer):
+        result = _step_fused(engine, optimizer, clip, gradients, lists, run)
     else:
-        result = _step_eager(engine, clip, run)
+        result = _step_eager(engine, optimizer, clip, run)
     engine.stage = Stage.READY
     for observer in engine.observers:
         observer.after_step(engine, result)
@@ -111,7 +114,7 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
     # an evaluation since the backward pass leaves gathered weights, which a step does not reach
     for group in engine.shard_groups:
         group.reshard()
-    if any(each.gradients.in_backward for each in (engine, *engine.others)):
+    if any(map(_in_backward, (engine, *engine.others))):
         raise AmpUsageError(
             'step() inside a "with amp.scale_loss(...)" block: gradients are still scaled there. Step after the block.'
         )
@@ -125,7 +128,7 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
             f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
         )
     plain = scales.are_shared or (scales.is_one and not scales.check and not params.have_fp32_values)
-    if not engine.is_accumulating and not plain:
+    if engine.stage is not Stage.ACCUMULATING and not plain:
         raise AmpUsageError(
             'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
             'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
@@ -154,15 +157,17 @@ def _step_with_closure(engine: Engine, clip: GradientClip | None, run: _OwnStep)
 # -- with an optimizer of this package ---------------------------------------------------------------------------------
 
 
-def _for_fused(engine: Engine, clip: GradientClip | None, lists: StepLists) -> list[Tensor | None] | None:
+def _for_fused(
+    engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, lists: StepLists
+) -> list[Tensor | None] | None:
     """What a fused optimizer would step with; None where this way cannot do it all.
 
     Raises:
         AmpConfigError: A clipping that split masters cannot have.
         AmpUsageError: Hooks before the step that split masters cannot have.
     """
-    optimizer, policy = engine.optimizer, engine.policy
-    if not policy.enabled or not isinstance(optimizer, FusedOptimizer):
+    policy = engine.policy
+    if not policy.enabled:
         return None
     fits = clip is None or clip.fits_prologue
     hooked = has_pre_hooks(optimizer)
@@ -190,11 +195,15 @@ def _clips_frozen(clip: GradientClip | None, weights: Sequence[Tensor], gradient
 
 
 def _step_fused(
-    engine: Engine, clip: GradientClip | None, gradients: Sequence[Tensor | None], lists: StepLists, run: _OwnStep
+    engine: Engine,
+    optimizer: FusedOptimizer,
+    clip: GradientClip | None,
+    gradients: Sequence[Tensor | None],
+    lists: StepLists,
+    run: _OwnStep,
 ) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
-    optimizer, scales, monitor = engine.optimizer, engine.scales, engine.monitor
-    assert isinstance(optimizer, FusedOptimizer)
+    scales, monitor = engine.scales, engine.monitor
     waits = scales.check and monitor.must_wait
 
     def decide(found: Sequence[Tensor]) -> dict[str, Any]:
@@ -261,10 +270,9 @@ def _decide(
 # -- with any other optimizer ------------------------------------------------------------------------------------------
 
 
-def _step_eager(engine: Engine, clip: GradientClip | None, run: _OwnStep) -> StepResult:
+def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None, run: _OwnStep) -> StepResult:
     """Unscale, find out, clip, step, copy, each in its turn. Syncs once, where the optimizer cannot read the flag itself."""
-    optimizer, scales, params = engine.optimizer, engine.scales, engine.params
-    assert optimizer is not None
+    scales, params = engine.scales, engine.params
     raises = clip is not None and clip.raises_on_nonfinite
     waits = scales.check and engine.monitor.must_wait
     if not engine.gradients.after_each_pass:

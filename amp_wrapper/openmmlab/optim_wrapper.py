@@ -175,7 +175,8 @@ class AmpOptimWrapper(OptimWrapper):
     @property
     def log_prefix(self) -> str:
         """What stands in front of its numbers in the log: 'train/', and the name of the member."""
-        return f'train/{self.member_name}_' if self.member_name else 'train/'
+        name = self._engine.label
+        return f'train/{name}_' if name else 'train/'
 
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: masters, FP32 parameters, 16-bit weights with ``master_weights='split'``."""
@@ -334,8 +335,9 @@ class AmpOptimWrapper(OptimWrapper):
         self._last = self._unreported = result
         if result.info is not None:
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
-            shown = {self.log_prefix + words[name]: COLUMNS[name] for name in result.shows}
-            self.device_log.update(result.info, shown, result.skipped is None, {f'{self.log_prefix}amp_skipped'})
+            prefix = self.log_prefix
+            shown = {prefix + words[name]: COLUMNS[name] for name in result.shows}
+            self.device_log.update(result.info, shown, result.skipped is None, {f'{prefix}amp_skipped'})
 
     def step_was_skipped(self) -> bool:
         """Whether the step since the last backward pass was left out. Syncs, where the host does not know."""

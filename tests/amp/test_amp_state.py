@@ -8,7 +8,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -176,8 +176,25 @@ def test_scale_of_1_and_hysteresis_survive_a_file() -> None:
     assert run(*first, '!........!') == run(*second, '!........!')
 
 
-def test_sessions_are_numbered_in_the_order_of_their_calls() -> None:
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Nothing is collected, and nobody asks for it."""
     gc.collect()
+    gc.disable()
+    asked: list[Any] = []
+
+    def note(phase: str, info: Any) -> None:
+        asked.append((phase, info))
+
+    gc.callbacks.append(note)
+    yield
+    gc.callbacks.remove(note)
+    gc.enable()
+    assert asked == []
+
+
+@pytest.mark.usefixtures('no_collection')
+def test_sessions_are_numbered_in_the_order_of_their_calls() -> None:
     runs = [initialised('O1'), initialised('O2', num_losses=2)]
     # inference has no scale
     amp.initialize(Net(), opt_level='O2', verbosity=0)
@@ -190,13 +207,13 @@ def test_sessions_are_numbered_in_the_order_of_their_calls() -> None:
     assert [scales(runs[0][1], 2), scales(runs[1][1])] == [[2.0, 4.0], [1.0]]
 
 
-# -- which sessions count -----------------------------------------------------------------------------------------------
+# -- which sessions count, without any search for garbage -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize('kept', ['output', 'scaled loss', 'node', 'model', 'everything'])
+@pytest.mark.usefixtures('no_collection')
 def test_session_ends_with_its_optimizer_whatever_is_left_of_a_training(kept: str) -> None:
     """The cell of a notebook that is run again, where outputs and losses of the first run are still there."""
-    gc.collect()
     for level, kind, losses in (
         ('O0', SGD, 2),
         ('O1', FusedAdamW, 1),
@@ -238,8 +255,8 @@ def in_forward(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize('fails', [in_block, in_backward, in_forward])
+@pytest.mark.usefixtures('no_collection')
 def test_error_that_was_handled_holds_no_session(fails: Callable[[nn.Module, Optimizer], None]) -> None:
-    gc.collect()
     for level in KINDS:
         both = initialised(level, loss_scale=2.0**5)
         gone = weakref.ref(both[1])

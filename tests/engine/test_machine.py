@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from typing import Any
 
@@ -35,9 +34,6 @@ class Training(RuleBasedStateMachine):
         grouped=st.integers(1, 2),
     )
     def begin(self, door: str, grouped: int, **words: Any) -> None:
-        # hypothesis keeps what it has tried, all of which amp.initialize would search, each time
-        gc.collect()
-        gc.freeze()
         # the wrapper casts what its optimizer has
         setup = Setup(grouped=grouped if door == 'amp' else 2, **words)
         self.ours = DOORS[door](setup)
