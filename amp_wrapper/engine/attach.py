@@ -23,7 +23,7 @@ from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages
 from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
-from .ddp.reducers import Reducers, check_unknown_listeners
+from .ddp import Ddp, check_unknown_listeners
 from .optimizer_state import cast_state_to_parameters
 from .optimizers import check_owners
 from .parts import EngineParts, Stage
@@ -45,10 +45,10 @@ def attach_model(
     inner = roots.unwrap(model)
     distributed_internals.reshard(inner)
     parts.names = {id(parameter): name for name, parameter in inner.named_parameters()}
-    ddp = Reducers(model, parts.weights, inner.named_parameters(), policy.verbosity >= 1)
+    ddp = Ddp(parts.weights, [model], parts.names, policy.verbosity >= 1)
     if policy.casts_model and not ddp.ddps:
         check_unknown_listeners(inner)
-    ddp.check(not parts.is_plain, policy.casts_model)
+    ddp.check(policy.casts_model)
     check_levels(parts)
     foreign = list(foreign)
     if optimizer is not None:
@@ -65,7 +65,7 @@ def attach_model(
     parts.ddp = ddp
     parts.shard_groups = distributed_internals.shard_groups([inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
-    ddp.record()
+    ddp.watch([model])
     if optimizer is not None and plan.parameters:
         cast_module.copies_are_fp32([root for _, root in plan.roots])
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
@@ -92,8 +92,7 @@ def attach_parts(
         assert first is not None
         engine.names = names
         engine.gradients.share(first.gradients)
-        weights = [(names[id(p)], p) for p in engine.weights() if id(p) in names]
-        engine.ddp = Reducers(None, engine.weights, weights, policy.verbosity >= 1)
+        engine.ddp = Ddp(engine.weights, names=names, speaks=policy.verbosity >= 1)
         join(engine, [other for other in engines if other is not engine])
     plan = CastPlan(named, policy, covers_forward=True)
     for engine in engines:
@@ -141,14 +140,14 @@ def detach_model(parts: EngineParts) -> None:
 def let_go(parts: EngineParts) -> None:
     """For a model that nobody uses any more: its memory, and that of masters and optimizer, is freed with the last reference.
 
-    The hooks of a model hold its engine. An engine holds what it has of the model, and its reducers hold the engine: all of it
+    The hooks of a model hold its engine. An engine holds what it has of the model, and its DDPs hold the engine: all of it
     would wait for Python to find these cycles.
 
     Args:
         parts: Not to be used any more, nor the model; attached, or in the middle of it.
     """
     parts.reset()
-    parts.ddp = Reducers(None, list)
+    parts.ddp = Ddp(list)
 
 
 def begin(parts: EngineParts, model: nn.Module | None) -> None:

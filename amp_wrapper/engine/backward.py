@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import torch_internals
 from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
+from .ddp import Ddp, _averages
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
 from .parts import EngineParts, Stage
@@ -109,7 +110,7 @@ class BackwardPass:
             # parameters that add_param_group has added get their masters
             engine.lists()
         engine.forget_cleared()
-        averaged = engine.ddp.begin_backward() and not hold_back(engine.shard_groups)
+        averaged = engine.ddp.averages() and not hold_back(engine.shard_groups)
         engine.check_rest()
         if engine.gradients.unscaled and not averaged and not engine.scales.are_shared:
             raise AmpUsageError(
@@ -123,7 +124,7 @@ class BackwardPass:
         taken: set[int] = set()
         for engine, over_ranks, flag in zip(self.engines, averaged, self._flags):
             if not isinstance(engine.gradients, UnscaledGradients):
-                engine.gradients.before_backward(engine.ddp.about_to_average())
+                engine.gradients.before_backward(_averaged_now(engine.ddp))
                 continue
             if not over_ranks and taken and any(id(weight) in taken for weight in engine.weights()):
                 raise AmpUsageError(
@@ -139,7 +140,6 @@ class BackwardPass:
                     None if self.scale is None else self.scale.to(engine.device),
                     over_ranks,
                     flag,
-                    lambda engine=engine: _check_finished(engine),  # type: ignore[misc]
                     in_buckets=bool(engine.ddp.ddps),
                 )
             )
@@ -151,7 +151,7 @@ class BackwardPass:
     def _rescale_elsewhere(self, stack: ExitStack) -> Rescaling:
         """What the pass brings to parameters of others is put on their scales."""
         self._targets = self._find_targets()
-        averaged: Container[int] = self.first.ddp.about_to_average(everywhere=True) if self._targets else ()
+        averaged: Container[int] = _averaged_now(self.first.ddp) if self._targets else ()
         others = {target: other for other, target in self._targets}
         rescaling = stack.enter_context(
             Rescaling(list(others), self.scale, averaged, lambda target: self._hand_over(others[target], target))
@@ -216,8 +216,6 @@ class BackwardPass:
     # -- after -------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        for engine in self.engines:
-            engine.ddp.end_backward()
         if self.first.gradients.sums is not None:
             self.first.gradients.collect(self.first.weights())
         if self.first.gradients.unscaled:
@@ -269,13 +267,14 @@ def _check_not_mixed(other: EngineParts, both: Sequence[Tensor]) -> None:
         )
 
 
-def _check_finished(engine: EngineParts) -> None:
-    if engine.ddp.is_unfinished():
-        raise AmpUsageError(
-            f'backward() with num_losses={engine.policy.num_losses} reached only some of the parameters that the forward '
-            f'pass used, and DistributedDataParallel waits for the others before it averages: run the model once for '
-            f'each loss, with find_unused_parameters=True, or add the losses up.'
-        )
+def _averaged_now(ddp: Ddp) -> frozenset[int]:
+    """Temporary, until what waits carries one scale: the parameters, by id, that the coming pass averages over the ranks."""
+    return frozenset(
+        id(parameter)
+        for each in ddp.ddps
+        if each.process_group.size() > 1 and _averages(each)
+        for parameter in each.module.parameters()
+    )
 
 
 class SimplePass:

@@ -23,7 +23,7 @@ from . import optimizers
 from .block_watch import BlockWatch
 from .buffer_snapshot import BufferSnapshot
 from .clipping import ShardNorm
-from .ddp.reducers import Reducers
+from .ddp import Ddp
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
 from .gradients.store import Fp32Sums, ScaledGradients
@@ -100,7 +100,7 @@ class EngineParts:
         )
         self.overflow = Overflow(policy.num_losses, unscaled)
         self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
-        self.ddp = Reducers(None, self.weights)
+        self.ddp = Ddp(self.weights)
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
@@ -124,7 +124,7 @@ class EngineParts:
 
     def reset(self) -> None:
         """The model was let go."""
-        self.ddp = Reducers(None, self.weights)
+        self.ddp = Ddp(self.weights)
         self.shard_groups = []
         self.params = Masters(self.optimizer)
         self.casts = None
@@ -253,7 +253,7 @@ class EngineParts:
         layout, checks = self.params.layout, self.scales.check
         if not layout.groups:
             if checks and self.ddp.ddps:
-                self.overflow.agree(self.ddp.groups_to_ask(self.overflow.others_are_local))
+                self.overflow.agree(self.ddp.groups())
             return None
         if not checks and norm is None:
             return None

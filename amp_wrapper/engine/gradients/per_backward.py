@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -230,7 +230,6 @@ class UnscaledGradients(ScaledGradients):
         scale: Tensor | None,
         averaged: bool,
         found_inf: Tensor | None,
-        check: Callable[[], None],
         in_buckets: bool = True,
     ) -> Iterator[None]:
         """Around one backward pass. After an exception inside, all gradients are what they were before.
@@ -242,7 +241,6 @@ class UnscaledGradients(ScaledGradients):
             scale: float32 scalar, or None for 1.
             averaged: Whether the pass is averaged over the ranks; if not, its gradients are held.
             found_inf: As in :func:`~amp_wrapper.engine.gradients.unscale.unscale_to_masters`.
-            check: Called after the pass; raises where it must not count.
             in_buckets: Whether DDP may have moved gradients into its buckets, which this pass overwrites.
 
         Raises:
@@ -269,7 +267,6 @@ class UnscaledGradients(ScaledGradients):
         self.in_backward, self._scale, self._waiting = True, scale, waiting
         try:
             yield
-            check()
             check_no_graph(weights if scale is None else everything)
             self._add_direct(masters, waiting, scale, found_inf)
             if averaged:
