@@ -18,6 +18,7 @@ from mmengine.model import MMDistributedDataParallel, MMSeparateDistributedDataP
 from mmengine.optim import OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
 from nets import (
+    DOORS,
     HALF,
     LEVELS,
     Door,
@@ -91,7 +92,7 @@ class Counting(MMDistributedDataParallel):
 
 @on_ranks()
 def test_a_subclass_of_ddp_keeps_what_it_has(here: Here) -> None:
-    model = wrapped(here, Layers(), Counting, static_graph=True)
+    model = wrapped(here, Layers(), Counting, static_graph=True, bucket_cap_mb=1.0)
     extra = model.eval().extra
     model.module.train()
     wrapper = optim_wrapper(model.module.parameters(), 'O2')
@@ -99,7 +100,7 @@ def test_a_subclass_of_ddp_keeps_what_it_has(here: Here) -> None:
         step(wrapper, model, batch(here, number))
         same_on_all_ranks(here, fp32(model).values(), f'{number}')
     assert (model.extra, model.calls, float(model.seen), model.static_graph) == (extra, 3, 3, True)
-    assert (model.training, model.module.training) == (False, True)
+    assert (model.training, model.module.training, model.bucket_bytes_cap) == (False, True, 2**20)
 
 
 @on_ranks()
@@ -293,6 +294,43 @@ def test_reducer_that_cannot_be_rebuilt_leaves_the_old_one(here: Here, where: st
 
 def fails(*args: Any, **words: Any) -> None:
     raise TimeoutError
+
+
+@pytest.mark.parametrize('when', ['at the cast', 'in an accumulation'])
+@on_ranks()
+def test_whole_model_that_is_frozen_meanwhile(here: Here, when: str) -> None:
+    """DDP refuses to be built around it, and gradients that wait stay."""
+    net = Layers(side=True)
+    model = wrapped(here, net)
+    waits = when == 'in an accumulation'
+    wrapper = optim_wrapper(net.parameters(), 'O2', accumulative_counts=1 + waits)
+    if waits:
+        with model.no_sync():
+            backward(wrapper, model, batch(here, 0), side=True)
+    net.requires_grad_(False)
+    with wrapper.optim_context(model):
+        model(batch(here, 1), side=True)
+    net.requires_grad_(True)
+    backward(wrapper, model, batch(here, 2), side=True)
+    same_on_all_ranks(here, grads(net), 'gradients')
+
+
+@pairs(level=('O1', 'O2', 'O5'), door=DOORS)
+@on_ranks()
+def test_forward_call_decides_whether_gradients_are_averaged(here: Here, level: str, door: str) -> None:
+    """mmengine leaves no_sync before it calls backward."""
+    training = Training(here, level, door)
+
+    def call_locally(x: Tensor) -> Tensor:
+        with training.model.no_sync():
+            return training.model(x)
+
+    for number in range(2):
+        training.backward(dyadic(here, 1), call=call_locally)
+        training.indices += [1]
+        training.one_pass(2)
+        training.step_both()
+        training.check(f'{number}')
 
 
 @pairs(level=('O2', 'O5'), fp32_sums=(False, True))
