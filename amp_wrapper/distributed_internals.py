@@ -17,11 +17,8 @@ from .torch_internals import VERSION
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
-#: What DDP's constructor makes anew, and no argument of it sets; those that a version does not have are passed over.
-DDP_FIELDS = """
-    _join_config _ddp_sink_clone _divide_by_initial_world_size device_mesh
-    require_backward_grad_sync require_forward_param_sync
-"""
+#: What DDP's constructor makes anew, and no argument of it sets.
+DDP_FIELDS = ('_join_config', '_ddp_sink_clone', 'require_backward_grad_sync', 'require_forward_param_sync')
 #: The DDP whose forward call is under way on this thread, or None; it tells nobody. In every version since 2.0.
 active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
 
@@ -36,19 +33,6 @@ def count_listened(ddp: Any) -> int:
     return int(ddp._get_ddp_logging_data()['num_parameter_tensors'])
 
 
-def is_finalized(ddp: Any) -> bool:
-    """Whether nothing is still to be averaged: DDP asks its reducer that before each forward call, and raises.
-
-    In every version since 1.13.
-    """
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError:
-        # a part of the parameters is still waiting for another backward pass
-        return False
-    return True
-
-
 def comm_hooks(ddp: Any) -> list[tuple[Callable[..., Any], Any]]:
     """The communication hooks that were registered on a DDP, each with its state. In every version since 2.0."""
     return list(getattr(ddp, '_comm_hooks', ()))
@@ -59,12 +43,12 @@ def joins(ddp: Any) -> bool:
     return getattr(getattr(ddp, '_join_config', None), 'enable', False)
 
 
-def delays_all_reduce(ddp: Any) -> bool:
-    """Whether a DDP was made with ``delay_all_reduce_named_params``; it keeps no more of the argument.
+def cannot_be_rebuilt(ddp: Any) -> bool:
+    """Whether a DDP was made with ``mixed_precision`` or ``delay_all_reduce_named_params``, which put hooks on the model.
 
-    In every version since 2.1.
+    It keeps no more of the latter. In every version since 2.1.
     """
-    return bool(getattr(ddp, '_delay_all_reduce_params', None))
+    return getattr(ddp, 'mixed_precision', None) is not None or bool(getattr(ddp, '_delay_all_reduce_params', None))
 
 
 # -- FSDP2 -------------------------------------------------------------------------------------------------------------

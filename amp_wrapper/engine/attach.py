@@ -23,7 +23,7 @@ from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages
 from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
-from .ddp.reducers import Reducers, check_unknown_listeners
+from .ddp import Ddp, check_unknown_listeners
 from .engine import Engine, Stage
 from .optimizer_state import cast_state_to_parameters
 from .optimizers import check_once, check_owners, check_shared
@@ -91,10 +91,10 @@ def _attach_model(
     inner = roots.unwrap(model)
     distributed_internals.reshard(inner)
     engine.names = {id(parameter): name for name, parameter in inner.named_parameters()}
-    ddp = Reducers(model, engine.weights, inner.named_parameters(), policy.verbosity >= 1)
+    ddp = Ddp(engine.weights, [model], engine.names, policy.verbosity >= 1)
     if policy.casts_model and not ddp.ddps:
         check_unknown_listeners(inner)
-    ddp.check(not engine.is_plain, policy.casts_model)
+    ddp.check(policy.casts_model)
     theirs = [other.weights() for other in engine.others]
     check_shared(engine.weights(), theirs, engine.names)
     foreign = list(foreign)
@@ -118,7 +118,7 @@ def _attach_model(
     engine.ddp = ddp
     engine.shard_groups = distributed_internals.shard_groups([inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
-    ddp.record()
+    ddp.watch([model])
     if optimizer is not None and plan.parameters:
         cast_module.copies_are_fp32([root for _, root in plan.roots])
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
@@ -160,8 +160,7 @@ def attach_together(
     named, names = named_roots(models), names_of(models)
     for engine in engines:
         engine.names = names
-        weights = [(names[id(p)], p) for p in engine.weights() if id(p) in names]
-        engine.ddp = Reducers(None, engine.weights, weights, policy.verbosity >= 1)
+        engine.ddp = Ddp(engine.weights, names=names, speaks=policy.verbosity >= 1)
         engine.join([other for other in engines if other is not engine])
     plan = CastPlan(named, policy, covers_forward=True)
     for engine in engines:
@@ -217,14 +216,14 @@ def detach(engine: Engine) -> None:
 def let_go(engine: Engine) -> None:
     """For a model that nobody uses any more: its memory, and that of masters and optimizer, is freed with the last reference.
 
-    The hooks of a model hold its engine. An engine holds what it has of the model, and its reducers hold the engine: all of it
+    The hooks of a model hold its engine. An engine holds what it has of the model, and its DDPs hold the engine: all of it
     would wait for Python to find these cycles.
 
     Args:
         engine: Not to be used any more, nor the model; attached, or in the middle of it.
     """
     engine.reset()
-    engine.ddp = Reducers(None, list)
+    engine.ddp = Ddp(list)
 
 
 def _begin(engine: Engine, model: nn.Module | None) -> None:

@@ -26,7 +26,7 @@ from ..policy import Policy, said_once
 from . import optimizers, unscale
 from .buffer_snapshot import BufferSnapshot
 from .clipping import ShardNorm
-from .ddp.reducers import Reducers
+from .ddp import Ddp
 from .flags import Flags, SkipMonitor, StepResult
 from .gradients import Gradients
 from .loss_scale import LossScaler, LossScales
@@ -135,7 +135,7 @@ class Engine:
     def reset(self) -> None:
         """Let go of the model."""
         self.use_params()
-        self.ddp = Reducers(None, self.weights)
+        self.ddp = Ddp(self.weights)
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.casts: plan.CastPlan | None = None

@@ -17,7 +17,7 @@ from ..distributed_internals import hold_back
 from ..errors import AmpCheckpointError
 from ..policy.nested import parameters_of
 from ..shards import any_sharded, is_sharded, shard_like
-from .ddp.reducers import has_several_processes
+from .ddp import has_several_processes
 from .engine import Engine, Stage
 from .optimizer_state import keep_scalar_state
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..casting import hugging_face
 from ..engine import Engine
 from ..engine import attach as engine_attach
-from ..engine.ddp import reducers
+from ..engine.ddp import check_foreign_wrapper
 from .data_elements import cast_data_element
 
 
@@ -30,7 +30,7 @@ def attach(engine: Engine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> 
     # the engine takes DDP off by itself; mmengine's other wrappers are known only here
     known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
     if not known and (engine.policy.casts_model or engine.policy.accumulate_in_fp32):
-        reducers.check_foreign_wrapper(model)
+        check_foreign_wrapper(model)
     inner = model if known else cast(nn.Module, model.module)
     engine_attach(
         engine,

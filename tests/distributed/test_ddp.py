@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
+import pickle
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from mmengine.model import MMDistributedDataParallel, MMSeparateDistributedDataP
 from mmengine.optim import OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
 from nets import (
+    DOORS,
     HALF,
     LEVELS,
     Door,
@@ -24,6 +29,7 @@ from nets import (
     backward,
     batch,
     differs,
+    dyadic,
     fp32,
     gather,
     grads,
@@ -38,7 +44,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_wrapper import AmpAttachError, amp
+from amp_wrapper import AmpAttachError, AmpUsageError, amp
+from amp_wrapper.engine.ddp import Notice
 
 HOOKS = {
     'average': default_hooks.allreduce_hook,
@@ -85,7 +92,7 @@ class Counting(MMDistributedDataParallel):
 
 @on_ranks()
 def test_a_subclass_of_ddp_keeps_what_it_has(here: Here) -> None:
-    model = wrapped(here, Layers(), Counting, static_graph=True)
+    model = wrapped(here, Layers(), Counting, static_graph=True, bucket_cap_mb=1.0)
     extra = model.eval().extra
     model.module.train()
     wrapper = optim_wrapper(model.module.parameters(), 'O2')
@@ -93,7 +100,7 @@ def test_a_subclass_of_ddp_keeps_what_it_has(here: Here) -> None:
         step(wrapper, model, batch(here, number))
         same_on_all_ranks(here, fp32(model).values(), f'{number}')
     assert (model.extra, model.calls, float(model.seen), model.static_graph) == (extra, 3, 3, True)
-    assert (model.training, model.module.training) == (False, True)
+    assert (model.training, model.module.training, model.bucket_bytes_cap) == (False, True, 2**20)
 
 
 @on_ranks()
@@ -201,9 +208,8 @@ def test_parameters_that_are_unfrozen_are_averaged(here: Here, level: str, unuse
     wrapper.attach(model)
     known = set() if late else {'first', 'again', 'side'}
     plan = [(), (), ('first',), ('first', 'again'), ('first', 'again', 'side')]
-    if unused:
-        # frozen again by turns
-        plan += [('side',), ('first',), (), ('first', 'again')]
+    # frozen again by turns
+    plan += [('side',), ('first',), (), ('first', 'again')]
     for number, trained in enumerate(plan):
         for name in ('first', 'again', 'side'):
             getattr(net, name).requires_grad_(name in trained)
@@ -219,6 +225,154 @@ def test_parameters_that_are_unfrozen_are_averaged(here: Here, level: str, unuse
         wanted = {name for name in start if name.split('.')[0] in ('norm', 'middle', 'last', *trained)}
         assert moved == wanted, number
         same_on_all_ranks(here, fp32(net).values(), f'weights {number}')
+
+
+@pairs(unused=(False, True), change=('freezes', 'unfreezes'))
+@on_ranks()
+def test_change_of_requires_grad_in_an_accumulation(here: Here, unused: bool, change: str) -> None:
+    """It is refused where gradients would stay on their ranks, and done where they are averaged."""
+    net = Layers()
+    net.first.requires_grad_(change == 'freezes')
+    model = wrapped(here, net, find_unused_parameters=unused)
+    wrapper = optim_wrapper(net.parameters(), 'O2', accumulative_counts=2)
+    with model.no_sync():
+        backward(wrapper, model, batch(here, 0))
+    net.first.requires_grad_(change == 'unfreezes')
+    if unused and change == 'freezes':
+        # it counts as unused
+        backward(wrapper, model, batch(here, 1))
+    elif unused or change == 'freezes':
+        with pytest.raises(AmpUsageError, match='in the middle of an accumulation'):
+            backward(wrapper, model, batch(here, 1))
+        wrapper.zero_grad()
+        backward(wrapper, model, batch(here, 1))
+        same_on_all_ranks(here, grads(net), 'gradients')
+    else:
+        backward(wrapper, model, batch(here, 1))
+        same_on_all_ranks(here, grads(net), 'gradients')
+
+
+@on_ranks()
+def test_module_that_is_added_later_starts_alike_and_is_averaged(here: Here) -> None:
+    net = Layers()
+    model = wrapped(here, net)
+    wrapper = optim_wrapper(net.parameters(), 'O1')
+    step(wrapper, model, batch(here, 0))
+    torch.manual_seed(here.rank)
+    net.side = nn.Linear(8, 3).to(here.device)
+    assert differs(here, list(net.side.parameters()))
+    wrapper.optimizer.add_param_group(dict(params=list(net.side.parameters())))
+    for number in range(2):
+        step(wrapper, model, batch(here, number), side=True)
+        same_on_all_ranks(here, fp32(net).values(), f'{number}')
+
+
+@pytest.mark.parametrize('where', ['_ddp_init_helper', 'register_comm_hook'])
+@on_ranks()
+def test_reducer_that_cannot_be_rebuilt_leaves_the_old_one(here: Here, where: str) -> None:
+    """As after a collective that ran out of time: once the change is taken back, training goes on."""
+    net = Layers()
+    net.first.requires_grad_(False)
+    model = wrapped(here, net, Counting)
+    model.eval()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    wrapper = optim_wrapper(net.parameters(), 'O1')
+    step(wrapper, model, batch(here, 0))
+    net.first.requires_grad_(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, where, fails)
+        with pytest.raises(TimeoutError):
+            step(wrapper, model, batch(here, 1))
+    for trained in (False, True):
+        net.first.requires_grad_(trained)
+        start = fp32(net)
+        step(wrapper, model, batch(here, 2))
+        same_on_all_ranks(here, fp32(net).values(), f'{trained}')
+        assert (not fp32(net)['first.weight'].equal(start['first.weight'])) == trained
+    assert (model.calls, model.training, len(model._comm_hooks)) == (3, False, 1)
+
+
+def fails(*args: Any, **words: Any) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize('when', ['at the cast', 'in an accumulation'])
+@on_ranks()
+def test_whole_model_that_is_frozen_meanwhile(here: Here, when: str) -> None:
+    """DDP refuses to be built around it, and gradients that wait stay."""
+    net = Layers(side=True)
+    model = wrapped(here, net)
+    waits = when == 'in an accumulation'
+    wrapper = optim_wrapper(net.parameters(), 'O2', accumulative_counts=1 + waits)
+    if waits:
+        with model.no_sync():
+            backward(wrapper, model, batch(here, 0), side=True)
+    net.requires_grad_(False)
+    with wrapper.optim_context(model):
+        model(batch(here, 1), side=True)
+    net.requires_grad_(True)
+    backward(wrapper, model, batch(here, 2), side=True)
+    same_on_all_ranks(here, grads(net), 'gradients')
+
+
+@pairs(level=('O1', 'O2', 'O5'), door=DOORS)
+@on_ranks()
+def test_forward_call_decides_whether_gradients_are_averaged(here: Here, level: str, door: str) -> None:
+    """mmengine leaves no_sync before it calls backward."""
+    training = Training(here, level, door)
+
+    def call_locally(x: Tensor) -> Tensor:
+        with training.model.no_sync():
+            return training.model(x)
+
+    for number in range(2):
+        training.backward(dyadic(here, 1), call=call_locally)
+        training.indices += [1]
+        training.one_pass(2)
+        training.step_both()
+        training.check(f'{number}')
+
+
+@pairs(level=('O2', 'O5'), fp32_sums=(False, True))
+@on_ranks()
+def test_call_under_no_sync_before_the_pass_that_averages(here: Here, level: str, fp32_sums: bool) -> None:
+    """DDP averages all the same, so what waits has to go through it."""
+    training = Training(here, level, accumulate_in_fp32=fp32_sums)
+
+    def call_twice(x: Tensor) -> Tensor:
+        loss = training.model(x)
+        with training.model.no_sync():
+            return loss + training.model(dyadic(here, 3))
+
+    for number in range(2):
+        training.one_pass(1, averages=False)
+        training.backward(dyadic(here, 2), call=call_twice)
+        training.indices += [2, 3]
+        training.step_both()
+        training.check(f'{number}')
+
+
+@on_ranks()
+def test_parameters_that_no_ddp_averages_are_named(here: Here) -> None:
+    net = Layers(side=True).to(here.device)
+    net.last = wrapped(here, net.last)
+    with mock.patch.object(logging.getLogger('amp_wrapper'), 'warning') as warning:
+        wrapper = optim_wrapper(net.parameters(), 'O1', verbosity=1)
+        step(wrapper, net, batch(here, 0), side=True)
+        step(wrapper, net, batch(here, 1), side=True)
+    said = [call.args[0] for call in warning.call_args_list]
+    (line,) = (line for line in said if 'no DistributedDataParallel averages' in line)
+    assert 'first.weight' in line and 'last.module' not in line
+
+
+@on_ranks()
+def test_copied_models_know_nothing_of_the_ddp(here: Here) -> None:
+    training = Training(here, 'O1', 'amp')
+    with training.model.no_sync():
+        training.backward(dyadic(here, 0))
+    for copied in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net))):
+        (notice,) = (hook for hook in copied._forward_pre_hooks.values() if isinstance(hook, Notice))
+        assert notice.ddp is None
 
 
 @pairs(level=LEVELS, recompute=('', 'plain', 'reentrant'))

@@ -1,0 +1,350 @@
+"""Keeps DistributedDataParallel (DDP) averaging gradients, and knows whether the next backward pass does.
+
+DDP sorts gradients into buckets by the types it finds when it wraps a model, and listens to the parameters that are trainable
+then. A cast or an unfreezing afterwards ends averaging without a word. mmengine wraps before any optimizer wrapper exists, so
+DDP has to build its reducer once more.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import distributed_internals as internals
+from ..compiler_internals import constant_when_traced, never_compiled
+from ..errors import AmpAttachError, AmpUsageError, some
+from ..shards import is_sharded
+
+#: Integrations decide where these lines go.
+logger = logging.getLogger('amp_wrapper')
+
+#: What a new reducer leaves alone on a DDP: all that belongs to the module, and what no argument of the constructor sets.
+_KEPT = {*vars(nn.Module()), *internals.DDP_FIELDS}
+
+
+class Notice:
+    """Notes whether the next backward pass averages gradients, which DDP decides in its forward call.
+
+    A forward pre-hook of a DDP, one for all engines; and of a model that a DDP may be put around later, which it finds.
+    mmengine leaves ``no_sync`` before it calls backward, so the flag of that moment says nothing.
+
+    Attributes:
+        ddp: The DDP that ran the model last.
+        averages: Of a DDP: whether the next backward pass averages; None before any call with gradients.
+        is_used: Whether that pass has begun.
+        listened: The parameters, by id, that its reducer listens to.
+    """
+
+    def __init__(self) -> None:
+        self.ddp: ReferenceType[DistributedDataParallel] | None = None
+        self.averages: bool | None = None
+        self.is_used = False
+        self.listened: frozenset[int] = frozenset()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if _is_ddp(module):
+            self.note(module)
+        else:
+            self.find()
+
+    never_compiled(__call__)
+
+    def note(self, ddp: DistributedDataParallel) -> None:
+        """Note what a forward call of a DDP decides."""
+        if torch.is_grad_enabled():
+            # DDP averages in the backward pass that comes next, even if a call under no_sync lies in between
+            is_promised = self.averages is True and not self.is_used
+            self.averages, self.is_used = ddp.require_backward_grad_sync or is_promised, False
+
+    @constant_when_traced
+    def find(self) -> bool:
+        """Find the DDP that runs the model, also while the call becomes part of a graph, of which DDP itself is no part."""
+        ddp = internals.active_ddp()
+        if ddp is not None:
+            self.ddp = ref(ddp)
+            # torch may have looked for hooks of the DDP before this call began
+            _notice_of(ddp).note(ddp)
+        return True
+
+    def __reduce__(self) -> tuple[type[Notice], tuple[()]]:
+        return Notice, ()
+
+
+class Ddp:
+    """The DDPs that average the gradients of one optimizer.
+
+    Args:
+        weights: Returns the model's parameters that the optimizer steps: weights, not their masters.
+        models: Wrapped in DDP, holding DDPs, or neither.
+        names: The names of the models' parameters, by id, for messages.
+        speaks: Whether to warn of parameters that no DDP averages.
+
+    Attributes:
+        ddps: The DDPs that are known so far, of this optimizer or of others.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Sequence[nn.Parameter]],
+        models: Iterable[nn.Module] = (),
+        names: Mapping[int, str] | None = None,
+        speaks: bool = True,
+    ) -> None:
+        self.ddps: list[DistributedDataParallel] = []
+        self._weights = weights
+        self._names = names or {}
+        self._speaks = speaks
+        self._notices: list[Notice] = []
+        # the DDPs that average what the optimizer steps, with their parameters, and what was looked at to find them
+        self._own: dict[DistributedDataParallel, list[nn.Parameter]] = {}
+        self._seen: tuple[int, list[int]] = (0, [])
+        self._outside: list[nn.Parameter] = []
+        self._add(module for model in models for module in model.modules())
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    def check(self, casts: bool) -> None:
+        """Refuse, before anything is cast, DDPs that cannot average afterwards.
+
+        Args:
+            casts: Whether the model is about to be cast.
+
+        Raises:
+            AmpAttachError: A DDP with mixed precision of its own, or with delayed reductions.
+        """
+        for ddp in self.ddps if casts else ():
+            if internals.cannot_be_rebuilt(ddp):
+                raise AmpAttachError(
+                    'DistributedDataParallel(mixed_precision=...) casts the model itself, and '
+                    'delay_all_reduce_named_params=... does not survive a cast: drop the argument, or use O0, O1 or O4.'
+                )
+
+    def rebuild(self, changed: Iterable[Tensor]) -> None:
+        """Rebuild the reducer of every DDP around a parameter whose type has changed. Collective: each rank calls it.
+
+        Args:
+            changed: The parameters whose type is another now.
+        """
+        ids = {id(parameter) for parameter in changed}
+        for ddp in self.ddps:
+            if not ids.isdisjoint(map(id, ddp.module.parameters())):
+                _rebuild(ddp)
+
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """Note the forward calls of the DDPs that are in these models, or that will be put around them. Idempotent.
+
+        Args:
+            models: Wrapped or not.
+        """
+        models = list(models)
+        self._add(module for model in models for module in model.modules())
+        for ddp in self.ddps:
+            _notice_of(ddp)
+        self._notices = [_notice_of(model) for model in models if model not in self.ddps]
+
+    # -- before a forward call ---------------------------------------------------------------------------------------
+
+    def follow(self, model: nn.Module, waiting: Callable[[Iterable[int]], bool]) -> None:
+        """Let every DDP listen to the parameters that are trainable now. Collective: each rank calls it.
+
+        Parameters that a DDP has never seen start from the values of its first rank, as in its constructor.
+
+        Args:
+            model: What is about to run; perhaps a DDP that was put around the model after it was attached.
+            waiting: Returns whether any of these parameters, by id, has a gradient that waits for a step.
+
+        Raises:
+            AmpUsageError: A change in the middle of an accumulation.
+        """
+        self._add([model])
+        for ddp, parameters in self._find().items():
+            now, known, allows_unused = _trainable(parameters), _notice_of(ddp).listened, ddp.find_unused_parameters
+            # frozen ones count as unused; with all of them frozen there is no backward pass to wait for
+            if not now or now == known or (allows_unused and now < known) or internals.cannot_be_rebuilt(ddp):
+                continue
+            # a new reducer does not know what was used under no_sync
+            if waiting(known | now if allows_unused else known - now):
+                raise AmpUsageError(
+                    'parameters were frozen or unfrozen in the middle of an accumulation, and DistributedDataParallel would '
+                    'leave the gradients that are waiting on their ranks: change requires_grad between two steps.'
+                )
+            seen = set(map(id, internals.ddp_parameters(ddp)))
+            for parameter in parameters:
+                if id(parameter) not in seen:
+                    dist.broadcast(parameter.detach(), dist.get_global_rank(ddp.process_group, 0), ddp.process_group)
+            _rebuild(ddp)
+
+    # -- backward pass and step --------------------------------------------------------------------------------------
+
+    def averages(self) -> bool:
+        """Return whether the coming backward pass averages gradients over the ranks, in part at least; True without DDP."""
+        for ddp in self._find():
+            _notice_of(ddp).is_used = True
+        return not self._own or any(map(_averages, self._own))
+
+    def is_local(self) -> bool:
+        """Return whether the last forward call of any of the DDPs was under ``no_sync``."""
+        return not all(map(_averages, self._find()))
+
+    def joins(self) -> bool:
+        """Return whether ranks may take another number of steps: ``DistributedDataParallel.join``."""
+        return any(map(internals.joins, self._find()))
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of several ranks that take one decision at each step: those of the DDPs, each once."""
+        groups = dict.fromkeys(ddp.process_group for ddp in self._find())
+        return [group for group in groups if group.size() > 1]
+
+    def same_everywhere(self) -> bool:
+        """Return whether every rank has the same gradients now: plain averages, all of them. False without DDP."""
+        plain = not self.is_local() and not self._outside and not any(map(internals.comm_hooks, self._own))
+        return plain and len(self.groups()) == 1
+
+    # -- which DDPs --------------------------------------------------------------------------------------------------
+
+    def _add(self, modules: Iterable[nn.Module | None]) -> None:
+        self.ddps += [module for module in dict.fromkeys(modules) if _is_ddp(module) and module not in self.ddps]
+
+    def _find(self) -> dict[DistributedDataParallel, list[nn.Parameter]]:
+        """Find the DDPs that average what the optimizer steps, with their parameters, trainable or not."""
+        self._add(notice.ddp() for notice in self._notices if notice.ddp is not None)
+        weights = self._weights() if self.ddps else []
+        seen = len(self.ddps), [id(weight) for weight in weights]
+        if seen != self._seen:
+            self._seen = seen
+            found = {ddp: _parameters(ddp) for ddp in self.ddps}
+            self._own = {ddp: found[ddp] for ddp in found if not set(seen[1]).isdisjoint(map(id, found[ddp]))}
+            inside = {id(parameter) for parameters in self._own.values() for parameter in parameters}
+            self._outside = [weight for weight in weights if weight.requires_grad and id(weight) not in inside]
+            if self._outside and self._speaks and any(ddp.process_group.size() > 1 for ddp in self.ddps):
+                self._speaks = False
+                names = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in self._outside]
+                logger.warning(
+                    f'amp: no DistributedDataParallel averages the gradients of {some(names)}, which the optimizer steps: each '
+                    f'rank trains its own. Wrap the module that holds them, or freeze them.'
+                )
+        return self._own
+
+
+def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:
+    # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
+    return isinstance(module, DistributedDataParallel) and 'reducer' in vars(module)
+
+
+def _notice_of(module: nn.Module) -> Notice:
+    """Return the hook of a DDP or of a model inside, registered where there is none."""
+    known = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Notice)]
+    if known:
+        return known[0]
+    notice = Notice()
+    if _is_ddp(module):
+        now = _trainable(_parameters(module))
+        # where some were frozen or unfrozen since DDP was made, it is rebuilt before the next forward call
+        notice.listened = now if len(now) == internals.count_listened(module) else frozenset()
+    module.register_forward_pre_hook(notice, prepend=True)
+    return notice
+
+
+def _averages(ddp: DistributedDataParallel) -> bool:
+    noted = _notice_of(ddp).averages
+    # where ``forward`` was called by itself, the flag of now is the best there is
+    return ddp.require_backward_grad_sync if noted is None else noted
+
+
+def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return what DDP would listen to, were it trainable."""
+    return [parameter for name, parameter in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+    return frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
+
+
+def _rebuild(ddp: DistributedDataParallel) -> None:
+    """Give a DDP a new reducer, for parameters that changed their type or ``requires_grad``. Collective.
+
+    The DDP keeps its identity, class, settings, hooks, communication hooks, mode, and what a subclass put on it. Where the new
+    reducer cannot be made, it keeps the old one.
+    """
+    trainable = _trainable(_parameters(ddp))
+    # DDP refuses a module that is frozen as a whole; the first unfreezing makes up for it
+    if trainable:
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        # most arguments are kept under their names; the group stands for a mesh
+        settings = {name: getattr(ddp, name) for name in known if hasattr(ddp, name) and name != 'device_mesh'}
+        if 'forward_sync_buffers' in settings:
+            # its other name
+            del settings['broadcast_buffers']
+        if 'init_sync' in known:
+            # the ranks agree already, and a broadcast would only reach the rounded weights, not their masters
+            settings['init_sync'] = False
+        # without a bound of its own, DDP starts with a small first bucket; an explicit 25 would change that
+        settings['bucket_cap_mb'] = None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20
+        if getattr(ddp, 'bucket_bytes_cap_list', None):
+            settings['bucket_cap_mb_list'] = [size / 2**20 for size in ddp.bucket_bytes_cap_list]
+        made = DistributedDataParallel(**settings)
+        for hook, state in internals.comm_hooks(ddp):
+            made.register_comm_hook(state, hook)
+        vars(ddp).update({name: value for name, value in vars(made).items() if name not in _KEPT})
+    notice = _notice_of(ddp)
+    notice.listened, notice.averages = trainable, None
+
+
+def has_several_processes() -> bool:
+    """Return whether torch.distributed runs with more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def check_unknown_listeners(model: nn.Module) -> None:
+    """Refuse to cast a model whose gradients somebody listens to from outside: a DDP around it that was not handed over.
+
+    Args:
+        model: Without any DDP around it or inside.
+
+    Raises:
+        AmpAttachError: Several ranks, and something holds on to the accumulation of a parameter's gradient.
+    """
+    for name, parameter in model.named_parameters() if has_several_processes() else ():
+        if parameter.requires_grad and not is_sharded(parameter):
+            _accumulation(parameter).metadata['amp_wrapper'] = True
+            # torch makes a new one where nobody holds the old one
+            if _accumulation(parameter).metadata.pop('amp_wrapper', False):
+                raise AmpAttachError(
+                    f'something listens to the gradient of {name}, such as a DistributedDataParallel around the model, and '
+                    f'would stop averaging after the cast: hand over the wrapped model, optim_context(ddp) in place of '
+                    f'optim_context(ddp.module).'
+                )
+            return
+
+
+def _accumulation(parameter: Tensor) -> Any:
+    function: Any = parameter.view_as(parameter).grad_fn
+    return function.next_functions[0][0]
+
+
+def check_foreign_wrapper(model: nn.Module) -> None:
+    """Refuse, at a level that casts, a model wrapper of which nobody knows whether it averages gradients afterwards.
+
+    Args:
+        model: A wrapper that is no DDP. One that hooks on parameters (``register_post_accumulate_grad_hook``) keeps
+            working after a cast, and says so by ``survives_cast = True``; one that hooks on autograd's accumulation
+            nodes does not.
+
+    Raises:
+        AmpAttachError: Several ranks, no DDP inside, and no such attribute.
+    """
+    is_known = getattr(model, 'survives_cast', False) or Ddp(list, [model]).ddps
+    if has_several_processes() and not is_known:
+        raise AmpAttachError(
+            f'{type(model).__name__} is no DistributedDataParallel: whether it still averages gradients after the model was '
+            f'cast cannot be known. Derive it from MMDistributedDataParallel, or, if it hooks on parameters by '
+            f'register_post_accumulate_grad_hook(), set survives_cast = True on it, or use O1.'
+        )

@@ -1,1 +1,0 @@
-"""What DistributedDataParallel needs at 16-bit levels."""
