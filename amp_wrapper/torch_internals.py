@@ -10,8 +10,7 @@ torch itself tells its users to use, and those that every version has had for ye
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -161,29 +160,21 @@ def hooks_before_steps(optimizer: torch.optim.Optimizer) -> Any:
     return getattr(optimizer, '_optimizer_step_pre_hooks', None)
 
 
-def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:
-    """From now on, learn what gradients ``torch.nn.utils`` clips or takes the norm of, however their caller has imported it.
-
-    All its functions sort gradients by one function of their module, which has been there in every version since 2.0. Code that
-    is being compiled is not seen.
+@functools.cache
+def after_zero_grad(clear: Callable[[nn.Module, bool], None]) -> None:
+    """From now on, have a function called after ``zero_grad()`` of any module; there is no hook. In every version since 1.7.
 
     Args:
-        see: Gets the gradients on the thread of the caller, before they are changed, and how often each will be written to: a
-            function that takes their norm only reads them, and ``clip_grad_value_`` writes the lower and the upper limit apart
-            where it handles lists. It must keep nothing alive.
+        clear: Gets the module, and ``set_to_none``. Asked for again, it is called once.
     """
-    functions: Any = torch.nn.utils.clip_grad
-    sort = functions._group_tensors_by_device_and_dtype
+    own = nn.Module.zero_grad
 
-    @functools.wraps(sort)
-    def watched(lists: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            name, given = sys._getframe(1).f_code.co_name, sys._getframe(1).f_locals
-            by_list = name == 'clip_grad_value_' and given.get('foreach') is not False
-            see(lists[0], 0 if 'total_norm' in name else 1 + by_list)
-        return sort(lists, *args, **kwargs)
+    @functools.wraps(own)
+    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+        own(module, set_to_none)
+        clear(module, set_to_none)
 
-    functions._group_tensors_by_device_and_dtype = watched
+    nn.Module.zero_grad = zero_grad  # type: ignore[assignment, method-assign]
 
 
 #: One fused step of SGD, for lists of one device and type: torch.optim's function sorts them first, at every step. Since 2.3.

@@ -10,7 +10,6 @@ A copied weight has no FP32 value: the copy of a model has no masters.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, MutableMapping
 from typing import Literal
 
@@ -22,6 +21,7 @@ from .. import ops
 from ..errors import AmpUsageError, some
 from ..ops.split import join, split
 from ..policy.nested import HALF_TYPES
+from ..torch_internals import after_zero_grad
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -68,21 +68,6 @@ def _state(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, tensor.data_ptr()
 
 
-@functools.cache
-def _clear_with_modules() -> None:
-    """From now on, ``zero_grad()`` of any module clears the gradients of masters as well: scripts know no masters."""
-    own = nn.Module.zero_grad
-
-    @functools.wraps(own)
-    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-        own(module, set_to_none)
-        for _, pair in paired(module.parameters()):
-            if pair.partner.grad is not None:
-                pair.partner.grad = None if set_to_none else pair.partner.grad.zero_()
-
-    nn.Module.zero_grad = zero_grad  # type: ignore[assignment, method-assign]
-
-
 _pairs: MutableMapping[Tensor, Pair] = WeakTensorKeyDictionary()
 #: How many pairs were made so far: where it has not changed, no weight has got an FP32 value.
 pairs_made = 0
@@ -107,10 +92,17 @@ def make_pair(weight: nn.Parameter, name: str, dtype: torch.dtype, splits: bool)
             replace_data(weight, near)
     else:
         partner = nn.Parameter(value, requires_grad=weight.requires_grad)
-        _clear_with_modules()
+        after_zero_grad(_clear_masters)
     pair = _pairs[weight] = Pair(name, partner, dtype)
     pair.settle(weight)
     return pair
+
+
+def _clear_masters(module: nn.Module, set_to_none: bool) -> None:
+    """``zero_grad()`` of a module has cleared its weights: scripts know no masters."""
+    for _, pair in paired(module.parameters()):
+        if pair.partner.grad is not None:
+            pair.partner.grad = None if set_to_none else pair.partner.grad.zero_()
 
 
 def pair_of(tensor: Tensor) -> Pair | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +50,7 @@ class Masters:
     optimizer holds is rounded for good, in files too.
 
     Args:
-        optimizer: Holds the parameters, and its groups are changed in place; as a weak reference where it holds this object;
-            None for inference.
+        find_optimizer: Returns what holds the parameters, and its groups are changed in place; None for inference.
         weights: The parameters about to become 16-bit, by name.
         kind: 'none'; 'whole' for masters; 'split' for remainders.
         dtype: What the weights become; None where they keep their types.
@@ -66,12 +64,12 @@ class Masters:
 
     def __init__(
         self,
-        optimizer: Optimizer | ReferenceType[Optimizer] | None,
+        find_optimizer: Callable[[], Optimizer | None],
         weights: Mapping[str, nn.Parameter] | None = None,
         kind: Literal['none', 'whole', 'split'] = 'none',
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        self._find_optimizer = find_optimizer
         self.kind = kind
         self.have_fp32_values = kind != 'none'
         self.behind_masters: list[nn.Parameter] = []
@@ -98,14 +96,9 @@ class Masters:
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """What steps them; None for inference, and where nobody holds it any more."""
-        return self._optimizer() if isinstance(self._optimizer, ReferenceType) else self._optimizer
-
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: FP32 masters where there are any, else the model's own parameters."""
-        optimizer = self.optimizer
+        optimizer = self._find_optimizer()
         return [] if optimizer is None else parameters_in(optimizer.param_groups)
 
     def weights(self) -> list[nn.Parameter]:
@@ -175,7 +168,7 @@ class Masters:
     def _replace(self, others: Mapping[int, nn.Parameter]) -> None:
         """Let the optimizer step others in place of some tensors, given by id, with the same state."""
         replaced = [parameter for parameter in self.parameters() if id(parameter) in others]
-        optimizer = self.optimizer
+        optimizer = self._find_optimizer()
         if optimizer is None or not replaced:
             return
         state = optimizer.state

@@ -154,7 +154,7 @@ class Engine:
             kind: As there.
             dtype: As there.
         """
-        self.params = Masters(self._optimizer, weights, kind, dtype)
+        self.params = Masters(self.find_optimizer, weights, kind, dtype)
         self._use_gradients()
 
     def _use_gradients(self) -> None:
@@ -202,7 +202,11 @@ class Engine:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Whose step it is; None for inference, and where nobody holds it any more."""
+        """As :meth:`find_optimizer` gives it."""
+        return self.find_optimizer()
+
+    def find_optimizer(self) -> Optimizer | None:
+        """Return whose step it is; None for inference, and where nobody holds it any more."""
         found = self._optimizer
         return found() if isinstance(found, ReferenceType) else found
 

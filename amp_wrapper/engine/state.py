@@ -75,7 +75,7 @@ def check_state(engine: Engine, state: Mapping[str, Any]) -> checkpoint.SavedAmp
 
 
 def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
-    """Take over a state dict; before or after attaching; see :meth:`AmpEngine.load_state_dict`."""
+    """Take over a state dict; before or after attaching."""
     optimizer, policy = engine.optimizer, engine.policy
     assert optimizer is not None
     saved = check_state(engine, state)

@@ -80,22 +80,6 @@ def test_fused_sgd_skips_where_a_flag_is_set() -> None:
         assert p.tolist() == [-0.5] * 5 and momentum.tolist() == [1.0] * 5
 
 
-def test_clipping_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And as many writes to each gradient as were announced."""
-    clip_grad = importlib.import_module('torch.nn.utils.clip_grad')
-    name = '_group_tensors_by_device_and_dtype'
-    monkeypatch.setattr(clip_grad, name, getattr(clip_grad, name))
-    weight, writes = nn.Parameter(torch.ones(2)), []
-    weight.grad = torch.ones(2)
-    torch_internals.watch_clipping(lambda found, written: writes.append(written if found[0] is weight.grad else 99))
-    for foreach in (None, True, False):
-        for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
-            version = weight.grad._version
-            clip([weight], 0.1, foreach=foreach)
-            assert weight.grad._version == version + sum(writes) > version
-            writes.clear()
-
-
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
