@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from ..engine.host_read import LateRead
 from ..engine.overflow import SKIP, StepResult
 from ..engine.parts import EngineParts
-from ..errors import AmpConfigError
-from ..policy.options import is_whole, plain
 from .causes import diagnose
 from .diagnosis import Diagnosis
 from .live import LiveWatch, judge_watched
@@ -30,29 +27,6 @@ logger = logging.getLogger('amp_wrapper')
 MOST_REPORTS = 10
 #: Skips in a row that a loss scale which falls may take without a report: 2**16 falls to 1 in so many.
 MOST_FALLS = 16
-
-
-def check_mode(value: Any) -> bool:
-    """A value of ``diagnose_overflow``; 'after_skip', which versions up to 0.2 had, is True.
-
-    Raises:
-        AmpConfigError: Something else.
-    """
-    found = plain(value)
-    if found is True or found is False or (isinstance(found, str) and found == 'after_skip'):
-        return bool(found)
-    raise AmpConfigError([f'diagnose_overflow={value!r} must be True or False.'])
-
-
-def check_reports(value: Any) -> int:
-    """A value of ``max_reports``.
-
-    Raises:
-        AmpConfigError: No whole number, or a negative one.
-    """
-    if not is_whole(value):
-        raise AmpConfigError([f'max_reports={value!r} must be a whole number of reports, 0 for none.'])
-    return int(value)
 
 
 class OverflowDiagnosis:
