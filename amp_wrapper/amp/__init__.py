@@ -47,7 +47,7 @@ from .functions import (
     register_half_function,
     register_promote_function,
 )
-from .legacy import AmpHandle, NoOpHandle
+from .legacy import AmpHandle as init
 from .monitoring import last_step_skipped, loss_scale, monitor, skipped_steps
 from .scales import load_state_dict, state_dict
 from .scaling import scaled
@@ -277,35 +277,6 @@ def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
     """
     for engine in amp_session.engines_of(optimizer):
         engine.masters_changed(tensors)
-
-
-def init(
-    enabled: bool = True,
-    loss_scale: float | str | Mapping[str, Any] = 'dynamic',
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
-    """The oldest interface: casts as at O1, on this thread, for everything, until the handle's ``_deactivate()``.
-
-    New scripts use :func:`initialize`, whose casts end with the forward pass of the model.
-
-    Args:
-        enabled: False gives a handle that does nothing.
-        loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
-        enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
-        verbose: Accepted; an attribute of the handle.
-        allow_banned: Whether nothing is said about ``binary_cross_entropy`` of 16-bit probabilities, which runs in FP32.
-
-    Returns:
-        A handle with ``wrap_optimizer``, ``scale_loss``, ``is_active`` and ``_deactivate``.
-
-    Raises:
-        AmpConfigError: An impossible loss scale.
-    """
-    if not enabled:
-        return NoOpHandle()
-    return AmpHandle(loss_scale, enable_caching, verbose, allow_banned)
 
 
 __all__ = [
