@@ -25,33 +25,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from ..casting.sharding import shard
+from ..casting.sharding import Sharding, shard
 from ..compiler_internals import eager_block
-from ..diagnostics.precision_report import report
-from ..diagnostics.suggest_level import suggest_level
-from ..errors import AmpUsageError, short
+from ..diagnostics.precision_report import report as report
+from ..diagnostics.suggest_level import suggest_level as suggest_level
+from ..errors import AmpConfigError, AmpUsageError, short
 from ..policy import OPTIONS, OptLevel
 from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
 from ..policy.options import Fp32Names
+from ..shards import rank
 from . import arguments as amp_arguments
 from . import session as amp_session
 from .arguments import InitializeOptions
-from .functions import (
-    bfloat16_function,
-    disable_casts,
-    float_function,
-    half_function,
-    promote_function,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from .legacy import AmpHandle as init
-from .monitoring import last_step_skipped, loss_scale, monitor, skipped_steps
-from .scales import load_state_dict, state_dict
+from .functions import bfloat16_function as bfloat16_function
+from .functions import disable_casts as disable_casts
+from .functions import float_function as float_function
+from .functions import half_function as half_function
+from .functions import promote_function as promote_function
+from .functions import register_bfloat16_function as register_bfloat16_function
+from .functions import register_float_function as register_float_function
+from .functions import register_half_function as register_half_function
+from .functions import register_promote_function as register_promote_function
+from .legacy import init as init
+from .monitoring import last_step_skipped as last_step_skipped
+from .monitoring import loss_scale as loss_scale
+from .monitoring import monitor as monitor
+from .monitoring import skipped_steps as skipped_steps
+from .scales import load_state_dict as load_state_dict
+from .scales import state_dict as state_dict
 from .scaling import scaled
-from .session import Session
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,11 +65,11 @@ _Optimizers = TypeVar('_Optimizers', bound=Optimizer | Sequence[Optimizer])
 
 @overload
 def initialize(
-    models: _Models, optimizers: None = None, *positional: Any, **options: Unpack[InitializeOptions]
+    models: _Models, optimizers: None = None, *args: Any, **options: Unpack[InitializeOptions]
 ) -> _Models: ...
 @overload
 def initialize(
-    models: _Models, optimizers: _Optimizers, *positional: Any, **options: Unpack[InitializeOptions]
+    models: _Models, optimizers: _Optimizers, *args: Any, **options: Unpack[InitializeOptions]
 ) -> tuple[_Models, _Optimizers]: ...
 def initialize(  # type: ignore[misc]
     models: Any,
@@ -146,32 +148,25 @@ def initialize(  # type: ignore[misc]
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     policy = amp_arguments.policy_of(opt_level, given)
-    model_list = amp_arguments.uncompiled(amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module'))
-    optimizer_list = (
-        []
-        if optimizers is None
-        else amp_arguments.listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
-    )
+    model_list = amp_arguments.listed(models, nn.Module, 'models')
+    optimizer_list = [] if optimizers is None else amp_arguments.listed(optimizers, Optimizer, 'optimizers')
     amp_session.check_new(optimizer_list)
-    chosen = amp_arguments.sharding_of(mesh, sharding, policy)
+    if mesh is None and sharding is not None:
+        raise AmpConfigError([f'sharding={sharding!r} without a mesh: write mesh=..., or leave it out.'])
+    chosen = None if mesh is None else Sharding.of(mesh, sharding, policy)
     if policy.enabled:
         amp_arguments.check_models(model_list, policy)
         if not model_list:
             policy = amp_arguments.of_known_models(policy, optimizer_list, given)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_rank() != 0:
-            # rank 0 prints for all
-            policy = dataclasses.replace(policy, verbosity=0)
-        session = Session(policy, model_list, optimizer_list, sharding=chosen)
+        # the first rank prints for all
+        policy = dataclasses.replace(policy, verbosity=0 if rank() else policy.verbosity)
+        session = amp_session.Session(policy, model_list, optimizer_list, sharding=chosen)
         amp_arguments.print_options(policy, given, session)
     else:
         if chosen is not None:
             shard(model_list, policy, chosen, optimizer_list)
         amp_session.disable(optimizer_list)
-    result = models if isinstance(models, nn.Module) else amp_arguments.like(models, list(models))
-    if optimizers is None:
-        return result
-    return result, optimizers if isinstance(optimizers, Optimizer) else amp_arguments.like(optimizers, optimizer_list)
+    return models if optimizers is None else (models, optimizers)
 
 
 @eager_block
@@ -277,30 +272,3 @@ def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
     """
     for engine in amp_session.engines_of(optimizer):
         engine.masters_changed(tensors)
-
-
-__all__ = [
-    'bfloat16_function',
-    'disable_casts',
-    'float_function',
-    'half_function',
-    'init',
-    'initialize',
-    'last_step_skipped',
-    'load_state_dict',
-    'loss_scale',
-    'master_params',
-    'masters_changed',
-    'monitor',
-    'promote_function',
-    'register_bfloat16_function',
-    'register_float_function',
-    'register_half_function',
-    'register_promote_function',
-    'report',
-    'scale_loss',
-    'skipped_steps',
-    'state_dict',
-    'suggest_level',
-    'weights_changed',
-]

@@ -164,3 +164,7 @@ class OptimWrapper:
     def __getattr__(self, name: str) -> Any:
         # a copy has no optimizer while it is made
         return getattr(vars(self).get('_optimizer'), name)
+
+
+#: As a function of apex is named.
+init = AmpHandle
