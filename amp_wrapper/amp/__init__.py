@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from ..casting.sharding import Sharding, shard
-from ..compiler_internals import eager_block
+from ..compiler_internals import untraced
 from ..diagnostics.precision_report import report as report
 from ..diagnostics.suggest_level import suggest_level as suggest_level
 from ..errors import AmpConfigError, AmpUsageError, short
@@ -169,8 +169,7 @@ def initialize(  # type: ignore[misc]
     return models if optimizers is None else (models, optimizers)
 
 
-@eager_block
-@contextmanager
+@untraced
 def scale_loss(
     loss: Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -178,7 +177,7 @@ def scale_loss(
     model: nn.Module | None = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> AbstractContextManager[Tensor]:
     """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and checked. No host read.
 
     ```python
@@ -202,16 +201,16 @@ def scale_loss(
         delay_overflow_check: Accepted, and without effect: whether a step is skipped is decided when it is taken, from all
             backward passes since the last one.
 
-    Yields:
-        float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed precision is not enabled.
+    Returns:
+        A block that gives a float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed
+        precision is not enabled.
 
     Raises:
         AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one for the same optimizer;
             several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
     """
     engines = amp_session.engines_of(optimizers)
-    with scaled(loss, engines, loss_id, amp_session.engines_beyond(engines)) as result:
-        yield result
+    return scaled(loss, engines, loss_id, amp_session.engines_beyond(engines))
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -230,8 +229,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """
     if not hasattr(optimizer, 'param_groups'):
         raise AmpUsageError(
-            f'optimizer={short(optimizer)} must be a torch optimizer, but is {type(optimizer).__name__}: '
-            'amp.master_params(optimizer).'
+            f'optimizer={short(optimizer)} must be a torch optimizer, but is {type(optimizer).__name__}.'
         )
     yield from amp_session.master_params_of(optimizer)
 

@@ -135,9 +135,8 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(function.__func__, rule))  # type: ignore[return-value]
     if isinstance(function, type) or not callable(function):
-        raise AmpConfigError(
-            [f'{function!r} cannot be decorated: hand over a function; for a class, decorate its forward or apply.']
-        )
+        text = 'cannot be decorated: hand over a function; for a class, decorate its forward or apply'
+        raise AmpConfigError([f'{function!r} {text}.'])
     is_method, rules = _takes_self(function), Rules(rule)
 
     @functools.wraps(function)

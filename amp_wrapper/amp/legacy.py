@@ -149,7 +149,7 @@ class OptimWrapper:
         is_active = self._handle.is_active()
         if is_active and self._next >= self._num_loss:
             raise AmpUsageError(
-                f'scale_loss() for the {self._next + 1}. time since the last step, with num_loss={self._num_loss}: say '
+                f'num_loss={self._num_loss}, and one scale_loss() more since the last step: say '
                 f'wrap_optimizer(optimizer, num_loss={self._next + 1}), or add the losses up.'
             )
         with self._handle._scaled(loss, self._optimizer, self._next) as result:

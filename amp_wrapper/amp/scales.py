@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..checkpoint import apex
+from ..errors import AmpCheckpointError
 from . import session as amp_session
 
 logger = logging.getLogger('amp_wrapper')
@@ -65,7 +66,12 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
     sessions = amp_session.sessions(optimizers)
     speaks = not sessions or any(session.policy.verbosity >= 1 for session in sessions)
     scalers = [scaler for session in sessions for scaler in session.scalers]
-    saved = apex.read(state_dict, 'amp') if state_dict != {} else []
+    try:
+        saved = apex.read(state_dict, 'state_dict') if state_dict != {} else []
+    except AmpCheckpointError as error:
+        raise AmpCheckpointError(
+            f"{error} It has to be what amp.state_dict() gave, such as checkpoint['amp']."
+        ) from None
     if len(saved) != len(scalers) and speaks:
         text = f'the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured'
         if not saved:
