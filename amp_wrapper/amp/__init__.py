@@ -161,7 +161,8 @@ def initialize(  # type: ignore[misc]
         # the first rank prints for all
         policy = dataclasses.replace(policy, verbosity=0 if rank() else policy.verbosity)
         session = amp_session.Session(policy, model_list, optimizer_list, sharding=chosen)
-        amp_arguments.print_options(policy, given, session)
+        if policy.verbosity:
+            amp_arguments.print_options(policy, given, session)
     else:
         if chosen is not None:
             shard(model_list, policy, chosen, optimizer_list)

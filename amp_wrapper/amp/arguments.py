@@ -96,13 +96,10 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
     if not found:
         return policy
     models, levels = found[0], ' and '.join(each.opt_level for each in found)
-    if len(found) > 1:
+    if policy.opt_level not in ('O1', levels) or len(found) > 1:
         raise AmpAttachError(
-            f'the optimizers hold parameters of models at {levels}: call amp.initialize([], optimizer) for those of each.'
-        )
-    if policy.opt_level not in ('O1', levels):
-        raise AmpAttachError(
-            f'opt_level={policy.opt_level!r}, and the optimizer has parameters of a model at {levels}: leave opt_level out.'
+            f'opt_level={policy.opt_level!r}, and the optimizers have parameters of models at {levels}: leave opt_level out, '
+            f'and call amp.initialize([], optimizer) for those of each model.'
         )
     decided = {name: value for name, value in _overrides(given).items() if not name.endswith('loss_scale')}
     if decided:
@@ -149,9 +146,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
 
 
 def print_options(policy: Policy, given: Mapping[str, Any], session: Session) -> None:
-    """Print the options, at ``verbosity=1`` and above, where people who used apex look for them; at 2 every cast too."""
-    if policy.verbosity == 0:
-        return
+    """Print the options, where people who used apex look for them; with ``verbosity=2`` every cast too."""
     dtype, scale = policy.cast_model_type and dtype_name(policy.cast_model_type), policy.loss_scale
     overrides = ', '.join(f'{name}={value!r}' for name, value in _overrides(given).items())
     # as in the table of levels, None is what does not apply

@@ -26,7 +26,6 @@ from ..policy import resolve
 from ..policy.options import is_count
 from . import session as amp_session
 from .scaling import scaled
-from .session import Session
 
 
 class AmpHandle:
@@ -57,7 +56,6 @@ class AmpHandle:
         # checked before anything is turned on
         self._policy = resolve('O1', loss_scale=loss_scale)
         self.has_cache, self.verbose = enabled and enable_caching, enabled and verbose
-        self._wraps = False
         self._casts = start_casts(allow_banned) if enabled else None
 
     def is_active(self) -> bool:
@@ -91,37 +89,28 @@ class AmpHandle:
         if not is_count(num_loss):
             raise AmpConfigError([f'num_loss={num_loss!r} must be a whole number of at least 1.'])
         if self._casts is not None:
-            self._initialize(optimizer, int(num_loss))
-            self._wraps = True
+            amp_session.check_new([optimizer])
+            amp_session.Session(
+                dataclasses.replace(self._policy, num_losses=int(num_loss)), [], [optimizer], tells=False
+            )
         return OptimWrapper(optimizer, self, int(num_loss))
 
-    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> AbstractContextManager[Tensor]:
-        """Around ``backward()``, for an optimizer that was not wrapped; its next step is skipped after an overflow.
+    def scale_loss(self, loss: Tensor, optimizer: Optimizer, loss_id: int = 0) -> AbstractContextManager[Tensor]:
+        """Scale a loss around ``backward()``; the optimizer, which need not be wrapped, skips its next step after an overflow.
 
         Args:
             loss: Floating tensor.
             optimizer: A torch optimizer over FP32 parameters.
+            loss_id: Which of the ``num_loss`` scales, from 0.
 
         Returns:
             A block that has the loss times its scale; the loss itself where the handle is not active.
-
-        Raises:
-            AmpUsageError: After :meth:`wrap_optimizer`: the wrapper scales.
         """
-        if self._wraps and self.is_active():
-            raise AmpUsageError(
-                'handle.scale_loss() after handle.wrap_optimizer(): write optimizer.scale_loss() with what that returned.'
-            )
-        if self.is_active() and amp_session.session_of(optimizer) is None:
-            self._initialize(optimizer, 1)
-        return self._scaled(loss, optimizer, 0)
-
-    def _scaled(self, loss: Tensor, optimizer: Optimizer, loss_id: int) -> AbstractContextManager[Tensor]:
-        return scaled(loss, amp_session.engines_of(optimizer), loss_id) if self.is_active() else nullcontext(loss)
-
-    def _initialize(self, optimizer: Optimizer, num_losses: int) -> None:
-        amp_session.check_new([optimizer])
-        Session(dataclasses.replace(self._policy, num_losses=num_losses), [], [optimizer], tells=False)
+        if not self.is_active():
+            return nullcontext(loss)
+        if amp_session.session_of(optimizer) is None:
+            self.wrap_optimizer(optimizer)
+        return scaled(loss, amp_session.engines_of(optimizer), loss_id)
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,7 +124,7 @@ class OptimWrapper:
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Around ``backward()`` of the next loss.
+        """Scale the next loss around its ``backward()``.
 
         Args:
             loss: Floating tensor.
@@ -152,7 +141,7 @@ class OptimWrapper:
                 f'num_loss={self._num_loss}, and one scale_loss() more since the last step: say '
                 f'wrap_optimizer(optimizer, num_loss={self._next + 1}), or add the losses up.'
             )
-        with self._handle._scaled(loss, self._optimizer, self._next) as result:
+        with self._handle.scale_loss(loss, self._optimizer, self._next) as result:
             yield result
         self._next += is_active
 
