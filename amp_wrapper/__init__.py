@@ -23,7 +23,6 @@ from .version import __version__ as __version__
 # what type checkers read of the names below
 if TYPE_CHECKING:
     from . import amp as amp
-    from .amp.monitoring import TrainingMonitor as TrainingMonitor
     from .casting.sharding import fully_shard as fully_shard
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
     from .diagnostics.nonfinite import NonfiniteWatch as NonfiniteWatch
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from .diagnostics.precision_report import PrecisionReport as PrecisionReport
     from .diagnostics.ranges import Ranges as Ranges
     from .diagnostics.suggestion import LevelSuggestion as LevelSuggestion
+    from .diagnostics.training_monitor import TrainingMonitor as TrainingMonitor
     from .engine.loss_scale import LossScaler as LossScaler
     from .errors import AmpAttachError as AmpAttachError
     from .errors import AmpCheckpointError as AmpCheckpointError
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 #: The names that each module has, which is imported when somebody asks for one; those in openmmlab need mmengine.
 _NAMES = {
     'amp': 'amp',
-    'amp.monitoring': 'TrainingMonitor',
     'casting.sharding': 'fully_shard',
     'diagnostics.diagnosis': 'Diagnosis',
     'diagnostics.nonfinite': 'NonfiniteWatch nonfinite_watch',
@@ -69,6 +68,7 @@ _NAMES = {
     'diagnostics.precision_report': 'PrecisionReport',
     'diagnostics.ranges': 'Ranges',
     'diagnostics.suggestion': 'LevelSuggestion',
+    'diagnostics.training_monitor': 'TrainingMonitor',
     'engine.loss_scale': 'LossScaler',
     'errors': 'AmpAttachError AmpCheckpointError AmpConfigError AmpError AmpUsageError CheckpointWriteError NonfiniteError '
     'OverflowStreakError',

@@ -14,6 +14,12 @@ from torch.distributed import ProcessGroup, ReduceOp
 from .errors import AmpUsageError
 
 
+def rank() -> int:
+    """Give the rank of this process; 0 where it is alone."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if several else 0
+
+
 def is_sharded(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``. Does not load ``torch.distributed.tensor``: before that there are none."""
     module = sys.modules.get('torch.distributed.tensor')

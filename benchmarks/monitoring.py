@@ -69,7 +69,8 @@ class Loop:
         self.parts = self.wrapper._engine
         self.rows: list[Tensor] = []
         if way == WAYS[1]:
-            self.parts.observers.append(Monitor(lambda: (True, False), self._take))
+            self.monitor = Monitor(1, None, self._take)
+            self.parts.observers.append(self.monitor)
         elif way == WAYS[2]:
             attach = attach_members({'': self.parts}, '')
             self.parts.observers.append(OverflowDiagnosis([self.model], attach, lambda found: ''))
@@ -79,6 +80,8 @@ class Loop:
 
     def step(self) -> None:
         """One training step."""
+        if self.way == WAYS[1]:
+            self.monitor.begin(1)
         with self.wrapper.optim_context(self.model):
             loss = self.model(self.x).float().square().mean()
         self.wrapper.update_params(loss)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -25,33 +25,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from ..casting.sharding import shard
-from ..compiler_internals import eager_block
-from ..diagnostics.precision_report import report
-from ..diagnostics.suggest_level import suggest_level
-from ..errors import AmpUsageError, short
+from ..casting.sharding import Sharding, shard
+from ..compiler_internals import untraced
+from ..diagnostics.precision_report import report as report
+from ..diagnostics.suggest_level import suggest_level as suggest_level
+from ..errors import AmpConfigError, AmpUsageError, short
 from ..policy import OPTIONS, OptLevel
 from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
 from ..policy.options import Fp32Names
+from ..shards import rank
 from . import arguments as amp_arguments
 from . import session as amp_session
 from .arguments import InitializeOptions
-from .functions import (
-    bfloat16_function,
-    disable_casts,
-    float_function,
-    half_function,
-    promote_function,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from .legacy import AmpHandle, NoOpHandle
-from .monitoring import last_step_skipped, loss_scale, monitor, skipped_steps
-from .scales import load_state_dict, state_dict
+from .functions import bfloat16_function as bfloat16_function
+from .functions import disable_casts as disable_casts
+from .functions import float_function as float_function
+from .functions import half_function as half_function
+from .functions import promote_function as promote_function
+from .functions import register_bfloat16_function as register_bfloat16_function
+from .functions import register_float_function as register_float_function
+from .functions import register_half_function as register_half_function
+from .functions import register_promote_function as register_promote_function
+from .legacy import init as init
+from .monitoring import last_step_skipped as last_step_skipped
+from .monitoring import loss_scale as loss_scale
+from .monitoring import monitor as monitor
+from .monitoring import skipped_steps as skipped_steps
+from .scales import load_state_dict as load_state_dict
+from .scales import state_dict as state_dict
 from .scaling import scaled
-from .session import Session
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,11 +65,11 @@ _Optimizers = TypeVar('_Optimizers', bound=Optimizer | Sequence[Optimizer])
 
 @overload
 def initialize(
-    models: _Models, optimizers: None = None, *positional: Any, **options: Unpack[InitializeOptions]
+    models: _Models, optimizers: None = None, *args: Any, **options: Unpack[InitializeOptions]
 ) -> _Models: ...
 @overload
 def initialize(
-    models: _Models, optimizers: _Optimizers, *positional: Any, **options: Unpack[InitializeOptions]
+    models: _Models, optimizers: _Optimizers, *args: Any, **options: Unpack[InitializeOptions]
 ) -> tuple[_Models, _Optimizers]: ...
 def initialize(  # type: ignore[misc]
     models: Any,
@@ -146,36 +148,29 @@ def initialize(  # type: ignore[misc]
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     policy = amp_arguments.policy_of(opt_level, given)
-    model_list = amp_arguments.uncompiled(amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module'))
-    optimizer_list = (
-        []
-        if optimizers is None
-        else amp_arguments.listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
-    )
+    model_list = amp_arguments.listed(models, nn.Module, 'models')
+    optimizer_list = [] if optimizers is None else amp_arguments.listed(optimizers, Optimizer, 'optimizers')
     amp_session.check_new(optimizer_list)
-    chosen = amp_arguments.sharding_of(mesh, sharding, policy)
+    if mesh is None and sharding is not None:
+        raise AmpConfigError([f'sharding={sharding!r} without a mesh: write mesh=..., or leave it out.'])
+    chosen = None if mesh is None else Sharding.of(mesh, sharding, policy)
     if policy.enabled:
         amp_arguments.check_models(model_list, policy)
         if not model_list:
             policy = amp_arguments.of_known_models(policy, optimizer_list, given)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_rank() != 0:
-            # rank 0 prints for all
-            policy = dataclasses.replace(policy, verbosity=0)
-        session = Session(policy, model_list, optimizer_list, sharding=chosen)
-        amp_arguments.print_options(policy, given, session)
+        # the first rank prints for all
+        policy = dataclasses.replace(policy, verbosity=0 if rank() else policy.verbosity)
+        session = amp_session.Session(policy, model_list, optimizer_list, sharding=chosen)
+        if policy.verbosity:
+            amp_arguments.print_options(policy, given, session)
     else:
         if chosen is not None:
             shard(model_list, policy, chosen, optimizer_list)
         amp_session.disable(optimizer_list)
-    result = models if isinstance(models, nn.Module) else amp_arguments.like(models, list(models))
-    if optimizers is None:
-        return result
-    return result, optimizers if isinstance(optimizers, Optimizer) else amp_arguments.like(optimizers, optimizer_list)
+    return models if optimizers is None else (models, optimizers)
 
 
-@eager_block
-@contextmanager
+@untraced
 def scale_loss(
     loss: Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -183,7 +178,7 @@ def scale_loss(
     model: nn.Module | None = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> AbstractContextManager[Tensor]:
     """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and checked. No host read.
 
     ```python
@@ -199,24 +194,23 @@ def scale_loss(
     Args:
         loss: Floating tensor of any shape, mostly a scalar.
         optimizers: Every optimizer that will step with gradients of this backward pass. Gradients that reach parameters of
-            others are unscaled too.
+            others of the same ``amp.initialize`` are unscaled too.
         loss_id: Which of the ``num_losses`` scales, from 0. That of the first optimizer's ``amp.initialize`` holds.
         model: Not used, as in apex.
-        delay_unscale: Accepted, and without effect: gradients are always unscaled on leaving. Only those of backward passes
-            under ``DistributedDataParallel.no_sync()`` stay scaled until one is averaged, or until the step.
+        delay_unscale: Accepted, and without effect: gradients are always unscaled on leaving.
         delay_overflow_check: Accepted, and without effect: whether a step is skipped is decided when it is taken, from all
             backward passes since the last one.
 
-    Yields:
-        float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed precision is not enabled.
+    Returns:
+        A block that gives a float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed
+        precision is not enabled.
 
     Raises:
-        AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one for the same optimizer;
-            several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
+        AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one; a backward pass of the
+            scaled loss after its block. After an exception inside the block, what has come by then is there, unscaled.
     """
     engines = amp_session.engines_of(optimizers)
-    with scaled(loss, engines, loss_id) as result:
-        yield result
+    return scaled(loss, engines, loss_id)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -235,8 +229,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """
     if not hasattr(optimizer, 'param_groups'):
         raise AmpUsageError(
-            f'optimizer={short(optimizer)} must be a torch optimizer, but is {type(optimizer).__name__}: '
-            'amp.master_params(optimizer).'
+            f'optimizer={short(optimizer)} must be a torch optimizer, but is {type(optimizer).__name__}.'
         )
     yield from amp_session.master_params_of(optimizer)
 
@@ -277,59 +270,3 @@ def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
     """
     for engine in amp_session.engines_of(optimizer):
         engine.params.changed('master', tensors)
-
-
-def init(
-    enabled: bool = True,
-    loss_scale: float | str | Mapping[str, Any] = 'dynamic',
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
-    """The oldest interface: casts as at O1, on this thread, for everything, until the handle's ``_deactivate()``.
-
-    New scripts use :func:`initialize`, whose casts end with the forward pass of the model.
-
-    Args:
-        enabled: False gives a handle that does nothing.
-        loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
-        enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
-        verbose: Accepted; an attribute of the handle.
-        allow_banned: Whether nothing is said about ``binary_cross_entropy`` of 16-bit probabilities, which runs in FP32.
-
-    Returns:
-        A handle with ``wrap_optimizer``, ``scale_loss``, ``is_active`` and ``_deactivate``.
-
-    Raises:
-        AmpConfigError: An impossible loss scale.
-    """
-    if not enabled:
-        return NoOpHandle()
-    return AmpHandle(loss_scale, enable_caching, verbose, allow_banned)
-
-
-__all__ = [
-    'bfloat16_function',
-    'disable_casts',
-    'float_function',
-    'half_function',
-    'init',
-    'initialize',
-    'last_step_skipped',
-    'load_state_dict',
-    'loss_scale',
-    'master_params',
-    'masters_changed',
-    'monitor',
-    'promote_function',
-    'register_bfloat16_function',
-    'register_float_function',
-    'register_half_function',
-    'register_promote_function',
-    'report',
-    'scale_loss',
-    'skipped_steps',
-    'state_dict',
-    'suggest_level',
-    'weights_changed',
-]

@@ -6,37 +6,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import compiler_internals
 from ..casting.cast_module import holds_casts
-from ..casting.sharding import Sharding
 from ..errors import AmpAttachError, AmpConfigError, short
-from ..policy import LEVELS, OPTIONS, OptLevel, Policy, SharedOptions, resolve
+from ..policy import OPTIONS, OptLevel, Policy, SharedOptions, dtype_name, resolve
 from . import known_models
 from .session import Session
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-#: Options of models, which optimizers that are initialised later share.
-_OF_MODELS = (
-    'cast_model_type',
-    'patch_torch_functions',
-    'keep_batchnorm_fp32',
-    'master_weights',
-    'cast_model_outputs',
-    'keep_fp32',
-    'fp32_ops',
-    'keep_inputs',
-)
-
-
-#: Options that are printed where they are given.
-_PRINTED = (*_OF_MODELS[:4], 'loss_scale', *_OF_MODELS[5:])
 
 
 class InitializeOptions(SharedOptions, total=False):
@@ -49,7 +31,7 @@ class InitializeOptions(SharedOptions, total=False):
 
 
 def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
-    """The configuration.
+    """Resolve the configuration.
 
     Args:
         opt_level: 'O0' to 'O5'.
@@ -58,72 +40,45 @@ def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
     Raises:
         AmpConfigError: Every conflict of the configuration in one message.
     """
-    enabled = given['enabled']
-    is_level = isinstance(enabled, str) and enabled.upper() in LEVELS
-    if is_level or isinstance(enabled, (nn.Module, Optimizer)):
-        several = 'several models go in a list: amp.initialize([model1, model2], optimizer)'
-        remedy = f'write opt_level={enabled.upper()!r}' if is_level else several
+    enabled, masters = given['enabled'], given['master_weights']
+    if isinstance(enabled, (str, nn.Module, Optimizer)):
+        remedy = "a level has its name, opt_level='O2'; several models go in a list, amp.initialize([model, other], optimizer)"
         raise AmpConfigError([f'enabled={short(enabled)}, the third argument, must be True or False: {remedy}.'])
-    masters = given['master_weights']
     if masters is not None and not isinstance(masters, bool):
-        raise AmpConfigError(
-            [
-                f"master_weights={masters!r} must be True, False or None (the level's own); 'split' needs gradients "
-                'that are unscaled by the step, as AmpOptimWrapper has them.'
-            ]
-        )
+        remedy = "'split' is for AmpOptimWrapper, whose steps unscale gradients"
+        raise AmpConfigError([f"master_weights={masters!r} must be True, False or None (the level's own): {remedy}."])
     options: Any = dict(given)
     return resolve(opt_level, **options)
 
 
-def uncompiled(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """The models inside of what ``torch.compile(model)`` made: what is cast is the same, whichever of the two is called."""
-    return [compiler_internals.compiled_module(model) or model for model in models]
-
-
-def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
-    """One object or several, as a list.
+def listed(value: Any, kind: type, name: str) -> list[Any]:
+    """List one object or several; of what ``torch.compile(model)`` made, the model inside, which either call runs.
 
     Args:
         value: An instance of ``kind``, or a list or tuple of them.
-        kind: What each has to be.
+        kind: ``nn.Module`` or ``Optimizer``.
         name: Of the argument.
-        word: What it has to be, in words.
 
     Raises:
         AmpConfigError: Something else; a ``TypeError`` as well.
     """
-    if isinstance(value, kind):
-        return [value]
-    if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
-        raise AmpConfigError(
-            [
-                f'{name}={short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
-                f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
-            ]
-        )
-    if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
-        swapped = isinstance(value, Optimizer if kind is nn.Module else nn.Module)
-        order = ' The model comes first: amp.initialize(model, optimizer).' if swapped else ''
-        raise AmpConfigError(
-            [f'{name}={short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.{order}']
-        )
-    for index, item in enumerate(value):
+    items, labels = [value], [name]
+    if isinstance(value, (list, tuple)):
+        items, labels = list(value), [f'{name}[{index}]' for index in range(len(value))]
+    for item, label in zip(items, labels):
         if not isinstance(item, kind):
-            raise AmpConfigError([f'{name}[{index}]={short(item)} must be {word}, but is {type(item).__name__}.'])
-    return list(value)
-
-
-def like(value: Any, items: list[Any]) -> Any:
-    """``items`` in a container of the type of ``value``, which is a list or tuple."""
-    if isinstance(value, list):
-        return items
-    make = getattr(type(value), '_make', type(value))
-    return make(items)
+            word, remedy = 'nn.Module' if kind is nn.Module else 'optim.Optimizer', ''
+            if isinstance(item, (nn.Module, Optimizer)):
+                remedy = ' The model comes first: amp.initialize(model, optimizer).'
+            elif hasattr(item, 'param_groups'):
+                remedy = ' Initialize the optimizer that it is built around, and then build it around that.'
+            problem = f'must be a torch.{word} or a list or tuple of them, but is {type(item).__name__}.'
+            raise AmpConfigError([f'{label}={short(item)} {problem}{remedy}'])
+    return [compiler_internals.compiled_module(item) or item for item in items]
 
 
 def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapping[str, Any]) -> Policy:
-    """The configuration of optimizers that come without models: that of the models whose parameters they hold.
+    """Find the configuration of optimizers that come without models: that of the models whose parameters they hold.
 
     Args:
         policy: What the arguments say by themselves.
@@ -137,35 +92,32 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
         AmpAttachError: Models of several configurations; another level than theirs.
         AmpConfigError: An argument that was decided together with the models.
     """
-    found = known_models.policies_of(optimizers) if policy.enabled else []
+    found = known_models.policies_of(optimizers)
     if not found:
         return policy
-    models, *others = found
-    if others:
+    models, levels = found[0], ' and '.join(each.opt_level for each in found)
+    if policy.opt_level not in ('O1', levels) or len(found) > 1:
         raise AmpAttachError(
-            f'the optimizers hold parameters of models at {" and ".join(each.opt_level for each in found)}, which were '
-            f'initialised apart: call amp.initialize([], optimizer) for the optimizers of each.'
+            f'opt_level={policy.opt_level!r}, and the optimizers have parameters of models at {levels}: leave opt_level out, '
+            f'and call amp.initialize([], optimizer) for those of each model.'
         )
-    if policy.opt_level not in ('O1', models.opt_level):
-        raise AmpAttachError(
-            f'opt_level={policy.opt_level!r}, and the parameters of the optimizer belong to a model at {models.opt_level}: '
-            f'leave opt_level out, it is that of the model.'
-        )
-    decided = [name for name in _OF_MODELS if given[name] is not None]
+    decided = {name: value for name, value in _overrides(given).items() if not name.endswith('loss_scale')}
     if decided:
-        raise AmpConfigError(
-            [
-                f'{name}={given[name]!r} was decided when the model was initialised: leave it out of '
-                f'amp.initialize([], optimizer).'
-                for name in decided
-            ]
-        )
-    scale = models.loss_scale
-    scaling: Any = {name: given[name] for name in ('loss_scale', 'min_loss_scale', 'max_loss_scale')}
-    if any(value != OPTIONS[name].default for name, value in scaling.items()):
-        scale = resolve(models.opt_level, **scaling).loss_scale
-    losses = policy.num_losses if policy.num_losses > 1 else models.num_losses
-    return dataclasses.replace(models, loss_scale=scale, num_losses=losses, verbosity=policy.verbosity)
+        text = 'was decided when the model was initialised: leave it out of amp.initialize([], optimizer).'
+        raise AmpConfigError([f'{name}={value!r} {text}' for name, value in decided.items()])
+    scaling: Any = {name: value for name, value in given.items() if name.endswith('loss_scale')}
+    own = all(value == OPTIONS[name].default for name, value in scaling.items())
+    return dataclasses.replace(
+        models,
+        loss_scale=models.loss_scale if own else resolve(models.opt_level, **scaling).loss_scale,
+        num_losses=policy.num_losses if policy.num_losses > 1 else models.num_losses,
+        verbosity=policy.verbosity,
+    )
+
+
+def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that change what a level means."""
+    return {name: value for name, value in given.items() if OPTIONS[name].default is None and value is not None}
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
@@ -175,54 +127,40 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
         AmpAttachError: Names the model, and what to do.
     """
     for index, model in enumerate(models):
+        name, problem = type(model).__name__, ''
         if isinstance(model, (DistributedDataParallel, DataParallel)):
-            name = type(model).__name__
-            raise AmpAttachError(
-                f'models[{index}] is wrapped in {name} already. The order is: model.to(device), optimizer = ..., model, '
-                f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
-                f'that the parameters have after the cast.'
+            problem = (
+                f'is wrapped in {name}, which has to see the types after the cast. The order is: model.to(device), optimizer, '
+                f'model, optimizer = amp.initialize(model, optimizer), and then model = {name}(model).'
             )
-        if policy.cast_model_type is not None and holds_casts(model):
-            raise AmpAttachError(
-                f'models[{index}] ({type(model).__name__}) holds casts already, of another amp.initialize() or of a wrapper: '
-                f'initialize a model once, together with all its optimizers, as lists. For another optimizer, or one more: '
-                f'amp.initialize([], optimizer). For more parameters: optimizer.add_param_group(). To begin anew, build '
+        elif policy.cast_model_type is not None and holds_casts(model):
+            problem = (
+                f'({name}) holds casts already: initialize a model once, with all its optimizers, as lists. One more '
+                f'optimizer: amp.initialize([], optimizer). More parameters: optimizer.add_param_group(). To begin anew, build '
                 f'the model again and load model.state_dict(), which is FP32.'
             )
-        if any(model is other for other in models[:index]):
-            raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
-
-
-def sharding_of(mesh: DeviceMesh | None, options: Mapping[str, Any] | None, policy: Policy) -> Sharding | None:
-    """How models are to be sharded; None where no mesh was given.
-
-    Raises:
-        AmpConfigError: Options of sharding that mean nothing; some without a mesh.
-    """
-    if mesh is not None:
-        return Sharding.of(mesh, options, policy)
-    if options is not None:
-        raise AmpConfigError([f'sharding={options!r} without a mesh: write mesh=..., or leave it out.'])
-    return None
+        elif any(model is other for other in models[:index]):
+            problem = 'is in the list twice: name each model once.'
+        if problem:
+            raise AmpAttachError(f'models[{index}] {problem}')
 
 
 def print_options(policy: Policy, given: Mapping[str, Any], session: Session) -> None:
-    """The options on standard output, where people who used apex look for them."""
-    if policy.verbosity < 1:
-        return
-    print(f'amp: {policy.describe()}')
-    overrides = ', '.join(f'{name}={given[name]!r}' for name in _PRINTED if given[name] is not None)
-    print(f'amp: overrides of {policy.opt_level}: {overrides or "none"}')
-    scale, options = policy.loss_scale, policy.to_dict()
-    options['patch_torch_functions'] = policy.patch_torch_functions
-    options['loss_scale'] = 'dynamic' if scale.dynamic else scale.init_scale
-    # as in the table of levels: None is what does not apply
-    if policy.cast_model_type in (None, torch.float32):
-        options['keep_batchnorm_fp32'] = None
-    if policy.cast_model_type is None:
-        options['master_weights'] = None
-    for name in ('enabled', 'opt_level', *_PRINTED[:5]):
-        print(f'    {name:<22}: {options[name]}')
-    if policy.verbosity >= 2 and policy.cast_model_type is not None:
-        for name in session.casts.parameters:
-            print(f'amp: {name} is {options["cast_model_type"]} now')
+    """Print the options, where people who used apex look for them; with ``verbosity=2`` every cast too."""
+    dtype, scale = policy.cast_model_type and dtype_name(policy.cast_model_type), policy.loss_scale
+    overrides = ', '.join(f'{name}={value!r}' for name, value in _overrides(given).items())
+    # as in the table of levels, None is what does not apply
+    options = {
+        'enabled': policy.enabled,
+        'opt_level': policy.opt_level,
+        'cast_model_type': dtype,
+        'patch_torch_functions': policy.patch_torch_functions,
+        'keep_batchnorm_fp32': policy.keep_batchnorm_fp32 if policy.casts_model else None,
+        'master_weights': policy.master_weights if dtype else None,
+        'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale,
+    }
+    print(f'amp: {policy.describe()}\namp: overrides of {policy.opt_level}: {overrides or "none"}')
+    for name, value in options.items():
+        print(f'    {name:<22}: {value}')
+    for name in session.casts.parameters if policy.verbosity >= 2 and dtype else ():
+        print(f'amp: {name} is {dtype} now')

@@ -135,9 +135,8 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(function.__func__, rule))  # type: ignore[return-value]
     if isinstance(function, type) or not callable(function):
-        raise AmpConfigError(
-            [f'{function!r} cannot be decorated: hand over a function; for a class, decorate its forward or apply.']
-        )
+        text = 'cannot be decorated: hand over a function; for a class, decorate its forward or apply'
+        raise AmpConfigError([f'{function!r} {text}.'])
     is_method, rules = _takes_self(function), Rules(rule)
 
     @functools.wraps(function)
@@ -164,22 +163,19 @@ def _takes_self(function: Callable[..., Any]) -> bool:
 
 
 def _register(module: Any, name: str, rule: CallRule) -> None:
-    label = f'{_name_of(module)}.{name}' if isinstance(name, str) else repr(name)
     if not isinstance(name, str):
         raise AmpConfigError([f'name={name!r} must be the name of an attribute, as a string.'])
-    missing = object()
-    value = getattr(module, name, missing)
-    if value is missing:
-        known = [key for key in dir(module) if not key.startswith('_') or name.startswith('_')]
-        raise AmpConfigError([f'module {_name_of(module)} has no function named {name!r}{nearest(name, known)}.'])
-    if isinstance(value, type) or not callable(value):
-        kind = 'a class: name one of its methods' if isinstance(value, type) else f'a {type(value).__name__}'
-        raise AmpConfigError([f'{label} is no function, but {kind}.'])
-    if lookup.is_immutable(module):
-        raise AmpConfigError([f'{label} cannot be replaced: decorate or register the function that calls it.'])
+    holder = getattr(module, '__qualname__', None) or getattr(module, '__name__', None) or repr(module)
+    value = getattr(module, name, None)
+    problem = ''
+    if not hasattr(module, name):
+        problem = f'does not exist{nearest(name, dir(module))}'
+    elif isinstance(value, type):
+        problem = 'is a class: name one of its methods'
+    elif not callable(value):
+        problem = f'is no function, but a {type(value).__name__}'
+    elif lookup.is_immutable(module):
+        problem = 'cannot be replaced: decorate or register the function that calls it'
+    if problem:
+        raise AmpConfigError([f'{holder}.{name} {problem}.'])
     rules_of(module, name).rule = rule
-
-
-def _name_of(module: Any) -> str:
-    name = getattr(module, '__qualname__', None) or getattr(module, '__name__', None)
-    return name if isinstance(name, str) else repr(module)

@@ -64,43 +64,26 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         AmpUsageError: As :func:`state_dict`.
     """
     sessions = amp_session.sessions(optimizers)
+    speaks = not sessions or any(session.policy.verbosity >= 1 for session in sessions)
     scalers = [scaler for session in sessions for scaler in session.scalers]
-    if not isinstance(state_dict, Mapping):
+    try:
+        saved = apex.read(state_dict, 'state_dict') if state_dict != {} else []
+    except AmpCheckpointError as error:
         raise AmpCheckpointError(
-            f'amp state must be a dict from amp.state_dict(), but is {type(state_dict).__name__}: load what was saved under '
-            f"its own key, such as checkpoint['amp']."
-        )
-    unknown = [key for key in state_dict if not str(key).startswith('loss_scaler')]
-    if unknown:
-        raise AmpCheckpointError(
-            f"amp state has unknown keys: {', '.join(map(repr, unknown[:5]))}. Expected are 'loss_scaler0', 'loss_scaler1' "
-            f'and so on alone; the states of models and optimizers are loaded by themselves.'
-        )
-    if not scalers and not state_dict:
-        return
-    speaks = any(session.policy.verbosity >= 1 for session in sessions)
-    if not state_dict:
-        if speaks:
-            logger.warning(
-                'amp: the state is empty, for it was saved where mixed precision was not enabled: the loss scales stay as '
-                'they are.'
-            )
-        return
-    saved = apex.read(state_dict, 'amp state')
-    if not scalers:
-        logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
-        return
+            f"{error} It has to be what amp.state_dict() gave, such as checkpoint['amp']."
+        ) from None
     if len(saved) != len(scalers) and speaks:
+        text = f'the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured'
+        if not saved:
+            text = 'the state is empty, for it was saved where mixed precision was not enabled'
+        elif not scalers:
+            text = 'mixed precision is not enabled'
         several = (
             f' Those are of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds; '
             'amp.load_state_dict(state, optimizers=optimizer) loads those of one.'
-            if len(sessions) > 1
-            else ''
         )
-        logger.warning(
-            f'amp: the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured: the first '
-            f'{min(len(saved), len(scalers))} are taken over.{several}'
-        )
+        taken = min(len(saved), len(scalers))
+        logger.warning(f'amp: {text}: {taken} are taken over.{several if len(sessions) > 1 else ""}')
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):
             if speaks:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +13,11 @@ from torch import Tensor
 from ..casting import fp32_values
 from ..engine.engine import Engine, StepObserver
 from ..engine.flags import STREAK, StepResult
-from ..engine.host_read import LateRead
-from ..errors import AmpConfigError
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
-from ..policy.options import is_count
-from ..shards import is_sharded, local
-from .measured_numbers import NUMBERS
+from ..shards import is_sharded, local, rank
 from .ranges import BINS, NONFINITE, ZERO, Ranges, count_on_device, range_of
+from .records import LateRecords
 
 #: How many elements of masters are copied at most, to see what a step does to them.
 SAMPLE = 2**22
@@ -36,97 +33,75 @@ def low_precision(policy: Policy) -> torch.dtype | None:
     return dtype if dtype in HALF_TYPES else None
 
 
-def is_due(step: int, interval: int) -> bool:
-    """Whether a step is measured: the first one, so that short trainings have numbers, and each ``interval``-th.
-
-    Args:
-        step: Counted from 1.
-        interval: Steps from one measurement to the next.
-    """
-    return step == 1 or step % interval == 0
-
-
-def numbers_of(engine: Engine) -> tuple[str, ...]:
-    """Those of :data:`NUMBERS` that there can be: 16-bit weights without FP32 values have none of updates, and where
-    non-finite steps are not looked for, none is skipped."""
-    # shards are FP32
-    has_masters = engine.policy.casts_model and (engine.policy.master_weights or bool(engine.params.layout.groups))
-    return tuple(
-        name
-        for name in NUMBERS
-        if (has_masters or not name.startswith('amp_update')) and (engine.scales.check or name != 'amp_skip_rate')
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerRanges:
-    """Ranges per layer at one step, on their way to the host.
-
-    Attributes:
-        names: Of the weights.
-        dtype: The 16-bit type of the level.
-    """
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    _read: LateRead
-    _unscaled: bool
-
-    @property
-    def is_there(self) -> bool:
-        """Whether :meth:`plain` returns without waiting for the device."""
-        return self._read.is_there
-
-    def plain(self) -> dict[str, Any]:
-        """``dtype``, ``loss_scale``, ``without_scale`` (whether gradients are without the loss scale), and the ranges of
-        ``gradients`` and ``weights`` by the name of the weight, as :meth:`Ranges.plain` gives them. Syncs, where not
-        :attr:`is_there`."""
-        scale, *numbers = self._read.wait()
-        width, found = BINS + 1, []
-        for start in range(0, len(numbers), width):
-            row = numbers[start : start + width]
-            found.append(Ranges(tuple(map(int, row[:BINS])), row[BINS]).plain())
-        half = len(self.names)
-        return {
-            'dtype': dtype_name(self.dtype),
-            'loss_scale': scale,
-            'without_scale': self._unscaled,
-            'gradients': dict(zip(self.names, found[:half])),
-            'weights': dict(zip(self.names, found[half:])),
-        }
-
-
 class Monitor(StepObserver):
     """Measures some of the steps of one engine, on the device: one list op over gradients and weights, and some small ones.
 
     The device is not read. At levels without a 16-bit type (O0, ``enabled=False``) nothing is measured.
 
     Args:
-        is_due: Asked before each step: whether to measure it, and whether per layer too.
-        take: Is given each row, a float32 vector on the device whose first numbers are :data:`NUMBERS`; NaN stands for
-            "nothing this time".
-        take_layers: Is given the ranges per layer.
-        is_wanted: Whether somebody reads the numbers on this rank. Where parameters are sharded, all ranks measure anyway.
+        interval: Steps from one measurement to the next: the first one, so that short trainings have numbers, and each
+            ``interval``-th is measured. None measures nothing.
+        ranges_interval: The same for measurements per layer, at steps that are measured; None for none.
+        take: Is given each row on the first rank, a float32 vector on the device that begins with
+            :data:`.measured_numbers.NUMBERS`; NaN stands for "nothing this time".
+        ranges: Is given the ranges per layer on the first rank.
 
     Attributes:
-        window_start: The counters of steps at the last measurement, a tensor on the device; None before the first step. The
-            share of skipped steps is that since then. A resumed training sets it.
+        iteration: The present one, counted from 1.
+        interval: As given.
     """
 
     def __init__(
         self,
-        is_due: Callable[[], tuple[bool, bool]],
-        take: Callable[[Tensor], None],
-        take_layers: Callable[[LayerRanges], None] | None = None,
-        is_wanted: bool = True,
+        interval: int | None,
+        ranges_interval: int | None,
+        take: Callable[[Tensor], object],
+        ranges: LateRecords | None = None,
     ) -> None:
-        self._is_wanted = is_wanted
-        self._is_due = is_due
-        self._take = take
-        self._take_layers = take_layers
+        self.iteration = 0
+        self.interval, self._ranges_interval = interval, ranges_interval
+        self._take, self._ranges = take, ranges
+        # where parameters are sharded, all ranks measure
+        self._is_first = rank() == 0
+        # whether the next step is measured, and per layer too
+        self._due = False, False
         self._row: list[Tensor] | None = None
         self._before: list[Tensor] = []
-        self.window_start: Tensor | None = None
+        # the counters of steps at the last measurement
+        self._window_start: Tensor | None = None
+
+    def begin(self, iteration: int) -> None:
+        """Say which iteration comes. While gradients are accumulated, the next step that is taken is measured.
+
+        Args:
+            iteration: Counted from 1.
+        """
+
+        def is_due(interval: int | None) -> bool:
+            return interval is not None and (iteration == 1 or iteration % interval == 0)
+
+        self.iteration = iteration
+        if is_due(self.interval):
+            self._due = True, is_due(self._ranges_interval) or self._due[1]
+
+    def state(self) -> list[int] | None:
+        """Give what a resumed training needs to have the same numbers; None before the first step. Syncs.
+
+        Returns:
+            Five whole numbers.
+        """
+        return None if self._window_start is None else [*self._window_start.tolist(), *map(int, self._due)]
+
+    def resume(self, state: Sequence[int], like: Tensor) -> None:
+        """Go on as :meth:`state` says.
+
+        Args:
+            state: Five whole numbers.
+            like: Counters of steps, of the type and on the device that these have.
+        """
+        *start, measured, layers = state
+        self._window_start = torch.tensor(start, dtype=like.dtype, device=like.device)
+        self._due = bool(measured), bool(layers)
 
     # -- the steps of an engine --------------------------------------------------------------------------------------
 
@@ -137,10 +112,10 @@ class Monitor(StepObserver):
         dtype = low_precision(engine.policy)
         if dtype is None:
             return
-        if self.window_start is None:
-            self.window_start = engine.scales.steps.counts.clone()
-        measured, layers = self._is_due()
-        if measured and (self._is_wanted or engine.params.layout.groups):
+        if self._window_start is None:
+            self._window_start = engine.scales.steps.counts.clone()
+        (measured, layers), self._due = self._due, (False, False)
+        if measured and (self._is_first or engine.params.layout.groups):
             self._row = self._measure(engine, dtype, layers)
             self._before = _masters_of(engine)
 
@@ -154,17 +129,20 @@ class Monitor(StepObserver):
         dtype = low_precision(engine.policy)
         assert dtype is not None
         lost = _lost_updates(before, _masters_of(engine), dtype, engine.device)
-        before_it, self.window_start = self.window_start, engine.scales.steps.counts.clone()
-        assert before_it is not None
-        steps = (self.window_start - before_it.to(self.window_start.device)).float()
-        rate = torch.where(steps[0] > 0, steps[1] / steps[0].clamp(min=1), torch.nan)
+        start, self._window_start = self._window_start, engine.scales.steps.counts.clone()
+        assert start is not None
+        steps = (self._window_start - start.to(self._window_start.device)).float()
+        # where non-finite steps are not looked for, none is skipped
+        is_known = (steps[0] > 0) & engine.scales.check
+        rate = torch.where(is_known, steps[1] / steps[0].clamp(min=1), torch.nan)
         # of nothing but zeros, there is no power of two
         numbers = [
             torch.where(number.isfinite(), number, torch.nan) for number in (rate.to(engine.device), *row, *lost)
         ]
         filled = torch.full((_ROW,), torch.nan, dtype=torch.float32, device=engine.device)
         filled[: len(numbers)] = torch.stack([number.float() for number in numbers])
-        self._take(filled)
+        if self._is_first:
+            self._take(filled)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
@@ -184,8 +162,12 @@ class Monitor(StepObserver):
         counts, largest = count_on_device([*gradients, *weights])
         half, unscaled = len(found), found[0][3]
         scale = engine.scales.first.current_scale.to(counts.device)
-        if layers and self._take_layers is not None:
-            self._send_layers([name for name, *_ in found], dtype, counts, largest, scale, unscaled)
+        if layers and self._is_first and self._ranges is not None:
+            names = [name for name, *_ in found]
+            # doubles hold counts and float32 numbers exactly
+            numbers = torch.cat([counts.double(), largest.double().unsqueeze(1)], dim=1).flatten()
+            numbers = torch.cat([scale.double().reshape(1), numbers])
+            self._ranges.add(self.iteration, numbers, partial(_plain_ranges, names, dtype, unscaled))
         totals = engine.params.layout.exchange(counts[:half].sum(0).double())
         peaks = torch.stack([largest[:half].max(), largest[half:].max()]).double()
         peaks = engine.params.layout.exchange(peaks, greatest=True)
@@ -200,20 +182,29 @@ class Monitor(StepObserver):
         below = torch.log2(peaks / known.largest)
         return [under / elements, tiny / elements, below[0] + shift, below[1]]
 
-    def _send_layers(
-        self,
-        names: Sequence[str],
-        dtype: torch.dtype,
-        counts: Tensor,
-        largest: Tensor,
-        scale: Tensor,
-        unscaled: bool,
-    ) -> None:
-        assert self._take_layers is not None
-        # doubles hold counts and float32 numbers exactly
-        numbers = torch.cat([counts.double(), largest.double().unsqueeze(1)], dim=1).flatten()
-        read = LateRead(torch.cat([scale.double().reshape(1), numbers]))
-        self._take_layers(LayerRanges(tuple(names), dtype, read, unscaled))
+
+def _plain_ranges(names: Sequence[str], dtype: torch.dtype, unscaled: bool, numbers: Sequence[float]) -> dict[str, Any]:
+    """Make plain data of the counts per layer.
+
+    Args:
+        names: Of the weights.
+        dtype: The 16-bit type of the level.
+        unscaled: Whether gradients are without the loss scale.
+        numbers: The loss scale; then the counts and the largest number of each gradient, and of each weight.
+
+    Returns:
+        ``dtype``, ``loss_scale``, ``without_scale``, and ``gradients`` and ``weights`` by the name of the weight, as
+        :meth:`Ranges.plain` gives them.
+    """
+    rows = [numbers[start : start + BINS + 1] for start in range(1, len(numbers), BINS + 1)]
+    found = [Ranges(tuple(map(int, row[:BINS])), row[BINS]).plain() for row in rows]
+    return {
+        'dtype': dtype_name(dtype),
+        'loss_scale': numbers[0],
+        'without_scale': unscaled,
+        'gradients': dict(zip(names, found)),
+        'weights': dict(zip(names, found[len(names) :])),
+    }
 
 
 def _masters_of(engine: Engine) -> list[Tensor]:
@@ -253,14 +244,3 @@ def _lost_updates(
     share = lost.sum() / count
     mean = torch.where(moved & sizes.isfinite(), sizes, 0).sum() / count
     return [share, mean]
-
-
-def check_interval(name: str, value: Any) -> int:
-    """A whole number of steps, one of NumPy too.
-
-    Raises:
-        AmpConfigError: Something else.
-    """
-    if not is_count(value):
-        raise AmpConfigError([f'{name}={value!r} must be a whole number of steps, at least 1.'])
-    return int(value)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
 from ..engine import Engine
+from ..engine.engine import StepObserver
 from ..engine.flags import SKIP, StepResult
 from ..engine.host_read import LateRead
-from ..errors import AmpConfigError
-from ..policy.options import is_whole, plain
 from .causes import diagnose
 from .diagnosis import Diagnosis
 from .live import LiveWatch, judge_watched
@@ -32,30 +30,7 @@ MOST_REPORTS = 10
 MOST_FALLS = 16
 
 
-def check_mode(value: Any) -> bool:
-    """A value of ``diagnose_overflow``; 'after_skip', which versions up to 0.2 had, is True.
-
-    Raises:
-        AmpConfigError: Something else.
-    """
-    found = plain(value)
-    if found is True or found is False or (isinstance(found, str) and found == 'after_skip'):
-        return bool(found)
-    raise AmpConfigError([f'diagnose_overflow={value!r} must be True or False.'])
-
-
-def check_reports(value: Any) -> int:
-    """A value of ``max_reports``.
-
-    Raises:
-        AmpConfigError: No whole number, or a negative one.
-    """
-    if not is_whole(value):
-        raise AmpConfigError([f'max_reports={value!r} must be a whole number of reports, 0 for none.'])
-    return int(value)
-
-
-class OverflowDiagnosis:
+class OverflowDiagnosis(StepObserver):
     """Records the steps of one engine, runs a skipped one again, and says why it was not finite.
 
     A step keeps references to the arguments of its forward calls and to the gradients at the outputs of the model, and the

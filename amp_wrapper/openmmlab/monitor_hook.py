@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import copy
-import os.path as osp
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
-from torch import Tensor, nn
+from torch import nn
 
-from ..diagnostics.diagnosis import Diagnosis
-from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.measured_numbers import NUMBERS
-from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, is_due, low_precision, numbers_of
-from ..diagnostics.overflow import MOST_REPORTS, OverflowDiagnosis, check_mode, check_reports
-from ..diagnostics.records import JsonLines
+from ..diagnostics.overflow import MOST_REPORTS
 from ..diagnostics.sandbox import Attach
+from ..diagnostics.training_monitor import MonitorOptions, TrainingMonitor
 from ..engine import Engine
 from ..registry import HOOKS
 from . import attaching
 from .wrappers import inner_model, wrappers_of
 
-#: The folder of reports, beside the checkpoints.
-FOLDER = 'amp_diagnosis'
 #: Under this name mmengine's message hub saves, for each wrapper, the counters of steps at the last measurement, and whether
 #: the next step is measured, and per layer too: five whole numbers.
 STATE = 'amp_monitor'
@@ -66,95 +61,46 @@ class AmpMonitorHook(Hook):
         diagnose_overflow: bool = True,
         max_reports: int = MOST_REPORTS,
     ) -> None:
-        self._interval = None if interval is None else check_interval('interval', interval)
-        self._ranges_interval = None if ranges_interval is None else check_interval('ranges_interval', ranges_interval)
-        if self._interval is None:
-            self._interval = self._ranges_interval
-        self._diagnoses = check_mode(diagnose_overflow)
-        self._max_reports = check_reports(max_reports)
-        self._watched: list[tuple[Engine, Any]] = []
-        self._files: dict[str, JsonLines] = {}
-        self._layers: list[tuple[str, int, LayerRanges]] = []
-        self._due: dict[str, tuple[bool, bool]] = {}
-        self._monitors: dict[str, Monitor] = {}
+        self._options = MonitorOptions.read(
+            interval=interval,
+            ranges_interval=ranges_interval,
+            diagnose_overflow=diagnose_overflow,
+            max_reports=max_reports,
+        )
+        self._watches: dict[str, TrainingMonitor] = {}
 
     def before_train(self, runner: Any) -> None:
         """Begin to watch."""
         # of a training that an exception has ended
-        self._release()
-        self._monitors.clear()
-        self._due.clear()
+        self.after_train(runner)
         wrappers = wrappers_of(runner)
-        model = inner_model(runner.model)
+        saved = (runner.message_hub.get_info(STATE) or {}) if runner.iter else {}
         for name, wrapper in wrappers.items():
-            engine = wrapper._engine
             if not wrapper.policy.enabled:
                 continue
-            if self._interval is not None and low_precision(wrapper.policy) is not None:
-                self._watch(engine, self._monitor(runner, name, wrapper))
-            if self._diagnoses and engine.scales.check:
-                attach = attach_members({key: each._engine for key, each in wrappers.items()}, name)
-                self._watch(engine, self._diagnosis(runner, name, wrapper, model, attach))
-
-    def _watch(self, engine: Engine, observer: Any) -> None:
-        engine.observers.append(observer)
-        self._watched.append((engine, observer))
-
-    def _monitor(self, runner: Any, name: str, wrapper: Any) -> Monitor:
-        engine = wrapper._engine
-
-        def take(row: Tensor) -> None:
-            if runner.rank == 0:
-                there = numbers_of(engine)
-                names = {wrapper.log_prefix + name: at for at, name in enumerate(NUMBERS) if name in there}
-                wrapper.device_log.update(row, names)
-
-        def take_layers(ranges: LayerRanges) -> None:
-            if runner.rank == 0:
-                self._layers.append((name, runner.iter + 1, ranges))
-
-        monitor = Monitor(lambda: self._due.pop(name, (False, False)), take, take_layers, is_wanted=runner.rank == 0)
-        state = (runner.message_hub.get_info(STATE) or {}).get(name)
-        if state is not None and runner.iter:
-            *start, measured, layers = state
-            counts = engine.scales.steps.counts
-            monitor.window_start = torch.tensor(start, dtype=counts.dtype, device=counts.device)
-            self._due[name] = bool(measured), bool(layers)
-        self._monitors[name] = monitor
-        return monitor
-
-    def _diagnosis(self, runner: Any, name: str, wrapper: Any, model: nn.Module, attach: Attach) -> OverflowDiagnosis:
-        def write(found: Diagnosis) -> str:
-            rank = get_rank()
-            if found.cause == 'other_rank' and rank:
-                # one report without a cause is enough
-                return ''
-            stem = f'iter_{runner.iter + 1}' + (f'_{name}' if name else '') + (f'_rank{rank}' if rank else '')
-            facts = {'iteration': runner.iter + 1, 'epoch': runner.epoch + 1, 'rank': rank}
-            if name:
-                facts['optimizer'] = name
-            return publish(found, osp.join(runner.work_dir, FOLDER), stem, facts, low_precision(wrapper.policy))
-
-        return OverflowDiagnosis([model], attach, write, self._max_reports, around=_own_message_hub)
+            names = {f'{wrapper.log_prefix}{number}': at for at, number in enumerate(NUMBERS)}
+            take = partial(wrapper.device_log.update, names=names)
+            watch = TrainingMonitor(self._options, Path(runner.log_dir, 'vis_data'), Path(runner.work_dir), name, take)
+            attach = attach_members({key: each._engine for key, each in wrappers.items()}, name)
+            watch.watch(wrapper._engine, [inner_model(runner.model)], attach, _own_message_hub)
+            if name in saved:
+                watch.numbers.resume(saved[name], wrapper._engine.scales.steps.counts)
+            self._watches[name] = watch
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Say whether the next step is measured. By the iteration, so that a resumed run measures the same ones."""
-        if self._interval is not None and is_due(runner.iter + 1, self._interval):
-            layers = self._ranges_interval is not None and is_due(runner.iter + 1, self._ranges_interval)
-            for name in wrappers_of(runner):
-                self._due[name] = (True, layers or self._due.get(name, (False, False))[1])
+        """Say which iteration comes, so that a resumed run measures the same ones."""
+        for watch in self._watches.values():
+            watch.begin(runner.iter + 1, epoch=runner.epoch + 1)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Write what has reached the host."""
-        self._write_layers(runner, wait=False)
+        for watch in self._watches.values():
+            watch.hand_on()
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Save where the last measurement was, so that a resumed run has the same numbers. Syncs."""
-        state = {
-            name: [*monitor.window_start.tolist(), *map(int, self._due.get(name, (False, False)))]
-            for name, monitor in self._monitors.items()
-            if monitor.window_start is not None
-        }
+        states = {name: watch.numbers.state() for name, watch in self._watches.items()}
+        state = {name: value for name, value in states.items() if value is not None}
         hub = checkpoint.get('message_hub')
         if state and isinstance(hub, dict):
             hub['runtime_info'] = {**hub['runtime_info'], STATE: state}
@@ -162,24 +108,8 @@ class AmpMonitorHook(Hook):
 
     def after_train(self, runner: Any) -> None:
         """Take the hooks off the model."""
-        self._write_layers(runner, wait=True)
-        self._release()
-
-    def _release(self) -> None:
-        for engine, observer in self._watched:
-            if isinstance(observer, OverflowDiagnosis):
-                observer.disarm()
-            if observer in engine.observers:
-                engine.observers.remove(observer)
-        self._watched.clear()
-
-    def _write_layers(self, runner: Any, wait: bool) -> None:
-        while self._layers and (wait or self._layers[0][2].is_there):
-            name, iteration, ranges = self._layers.pop(0)
-            if name not in self._files:
-                file = f'{name}_amp_ranges.jsonl' if name else 'amp_ranges.jsonl'
-                self._files[name] = JsonLines(osp.join(runner.log_dir, 'vis_data', file))
-            self._files[name].append({'iteration': iteration, **ranges.plain()})
+        while self._watches:
+            self._watches.popitem()[1].close()
 
 
 @contextmanager
