@@ -295,7 +295,10 @@ def _rebuild(ddp: DistributedDataParallel) -> None:
             made.register_comm_hook(state, hook)
         vars(ddp).update({name: value for name, value in vars(made).items() if name not in _KEPT})
     notice = _notice_of(ddp)
-    notice.listened, notice.averages = trainable, None
+    notice.listened = trainable
+    if notice.averages:
+        # the new reducer knows of no forward call
+        notice.averages = False
 
 
 def has_several_processes() -> bool:

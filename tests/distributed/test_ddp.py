@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import pickle
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -45,7 +46,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_wrapper import AmpAttachError, AmpUsageError, amp
-from amp_wrapper.engine.ddp import Notice
+from amp_wrapper.engine.ddp import Ddp, Notice
 
 HOOKS = {
     'average': default_hooks.allreduce_hook,
@@ -313,6 +314,27 @@ def test_whole_model_that_is_frozen_meanwhile(here: Here, when: str) -> None:
     net.requires_grad_(True)
     backward(wrapper, model, batch(here, 2), side=True)
     same_on_all_ranks(here, grads(net), 'gradients')
+
+
+def waits_for_nothing(ids: Iterable[int]) -> bool:
+    return False
+
+
+@on_ranks()
+def test_pass_whose_ddp_was_rebuilt_since_is_local(here: Here) -> None:
+    net = Layers()
+    model = wrapped(here, net)
+    ddp = Ddp(lambda: list(net.parameters()), [model])
+    ddp.watch([model])
+    loss = model(batch(here, 0))
+    assert ddp.averages() and not ddp.is_local()
+    net.first.requires_grad_(False)
+    ddp.follow(model, waits_for_nothing)
+    assert not ddp.averages() and ddp.is_local()
+    loss.backward()
+    assert differs(here, grads(net))
+    model(batch(here, 0))
+    assert ddp.averages() and not ddp.is_local()
 
 
 @pairs(level=('O1', 'O2', 'O5'), door=DOORS)
