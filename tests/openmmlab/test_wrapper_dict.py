@@ -147,6 +147,7 @@ SCRIPTS = {
     'gradients are added to those that wait': 'd g G g G d D g G D',
     'the loss of the generator overflows in the discriminator': 'g* G d D g G d D',
     'the loss of the discriminator overflows': 'd* D g G d d* D g G D',
+    'both losses overflow in the discriminator': 'g* d* G D g d G D d* g* G D d D',
     'an overflow in one of two passes': 'g g* d G D d g D G',
     'a file while gradients of the other wait': 'd D g G save d D g G',
     'a file in accumulations of both': 'd g save g d G D g G',
@@ -198,6 +199,31 @@ def test_members_attach_together_without_a_runner(levels: Any) -> None:
     run.model.d.requires_grad_(True)
     assert [len(list(run.wrappers[name].master_params())) for name in 'gd'] == [2, 2]
     assert run.play('d D g G d D').state() == plain('d D g G d D')
+
+
+def test_accumulations_in_earlier_files_go_on() -> None:
+    """Members kept gradients scaled, on the 16-bit weights, as a wrapper without others does."""
+    run = Training(('O2', 'O5')).play('d')
+    saved = copy.deepcopy((run.model.state_dict(), run.wrappers.state_dict()))
+    window = saved[1]['d']['amp']['window']
+    assert window['unscaled']
+    scaled = [None if g is None else g * SCALE['init_scale'] for g in window['gradients']]
+    window.update(unscaled=False, gradients=[scaled[0].bfloat16(), *scaled[1:]])
+    run = Training(('O2', 'O5'))
+    run.model.load_state_dict(saved[0])
+    run.wrappers.load_state_dict(saved[1])
+    run.wrappers.initialize_count_status(run.model, 0, 100)
+    assert run.play('D').state() == plain('d D')
+
+
+def test_overflow_at_weights_that_nobody_checks_does_not_reach_them() -> None:
+    run = Training(('O2', 'O0'))
+    optimizer = run.wrappers['d'].optimizer
+    members = dict(g=run.wrappers['g'], d=AmpOptimWrapper(opt_level='O0', optimizer=optimizer, verbosity=0))
+    run.wrappers = OptimWrapperDict(**members)
+    run.backward('g', 0, overflow=True)
+    run.wrappers['d'].step()
+    assert all(parameter.isfinite().all() for parameter in run.model.d.parameters())
 
 
 def test_accumulations_of_members_are_counted_and_resumed() -> None:
