@@ -66,64 +66,48 @@ def attach(
     if not engine.policy.enabled:
         engine.stage = Stage.READY
         return
-    if model is not None:
-        _attach_model(engine, model, leave, average, foreign, enter)
-    elif engine.policy.casts_model:
-        raise AmpUsageError(
-            f'{engine.policy.opt_level} casts the model, but no model was handed over before the first backward: '
-            f'run the forward pass under "with optim_wrapper.optim_context(model):".'
-        )
-    _begin(engine, model)
+    if model is None:
+        if engine.policy.casts_model:
+            raise AmpUsageError(
+                f'{engine.policy.opt_level} casts the model, but no model was handed over before the first backward: '
+                f'run the forward pass under "with optim_wrapper.optim_context(model):".'
+            )
+        _begin(engine, [])
+    else:
+        engine.casts = _cast(engine, model, leave, average, list(foreign), enter)
     pending, engine.pending = engine.pending, None
     if pending is not None and pending.window is not None:
         restore_accumulation(engine, pending.window)
 
 
-def _attach_model(
+def _cast(
     engine: Engine,
     model: nn.Module,
     leave: tuple[type, ...],
     average: tuple[type, ...],
-    foreign: Iterable[Tensor],
+    foreign: list[Tensor],
     enter: EnterObject | None,
-) -> None:
+) -> CastPlan:
     policy, optimizer = engine.policy, engine.optimizer
     inner = roots.unwrap(model)
     distributed_internals.reshard(inner)
-    engine.names = {id(parameter): name for name, parameter in inner.named_parameters()}
-    ddp = Ddp(engine.weights, [model], engine.names, policy.verbosity >= 1)
-    if policy.casts_model and not ddp.ddps:
+    engine.names = names_of([inner])
+    engine.ddp = Ddp(engine.weights, [model], engine.names, policy.verbosity >= 1)
+    if policy.casts_model and not engine.ddp.ddps:
         check_unknown_listeners(inner)
-    ddp.check(policy.casts_model)
+    engine.ddp.check(policy.casts_model)
     theirs = [other.weights() for other in engine.others]
     check_shared(engine.weights(), theirs, engine.names)
-    foreign = list(foreign)
     if optimizer is not None:
         elsewhere = [*foreign, *itertools.chain.from_iterable(theirs)]
         check_owners([optimizer], [inner], elsewhere, casts=policy.casts_model)
-    plan = CastPlan(
-        roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine)),
-        policy,
-        leave,
-        average,
-        enter,
-        within=[inner],
-    )
-    _make_masters(engine, plan)
-    plan.apply()
-    engine.casts = plan
-    _take_cast(engine, plan)
-    checks.warn(plan.rounded, plan.momentum, policy)
-    watch_buffers(engine, [('', inner)], leave)
-    engine.ddp = ddp
-    engine.shard_groups = distributed_internals.shard_groups([inner])
-    ddp.rebuild([*plan.parameters.values(), *plan.raised])
-    ddp.watch([model])
-    if optimizer is not None and plan.parameters:
-        cast_module.copies_are_fp32([root for _, root in plan.roots])
+    named = roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine))
+    plan = CastPlan(named, policy, leave, average, enter, within=[inner])
+    _carry_out([engine], plan, [inner], [model], leave)
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in plan.parameters:
             logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
+    return plan
 
 
 def attach_together(
@@ -157,25 +141,49 @@ def attach_together(
         check_shared(engine.weights(), [other.weights() for other in engines[:place]], names_of(models))
     if sharding is not None:
         shard(models, policy, sharding, [engine.optimizer for engine in engines if engine.optimizer is not None])
-    named, names = named_roots(models), names_of(models)
     for engine in engines:
-        engine.names = names
-        engine.ddp = Ddp(engine.weights, names=names, speaks=policy.verbosity >= 1)
+        engine.names = names_of(models)
+        engine.ddp = Ddp(engine.weights, names=engine.names, speaks=policy.verbosity >= 1)
         engine.join([other for other in engines if other is not engine])
-    plan = CastPlan(named, policy, covers_forward=True)
-    for engine in engines:
-        _make_masters(engine, plan)
-    plan.apply()
-    checks.warn(plan.rounded, plan.momentum, policy)
-    for engine in engines:
-        _take_cast(engine, plan)
-        watch_buffers(engine, named)
-        engine.ddp.watch(models)
-        engine.shard_groups = distributed_internals.shard_groups(models)
-        _begin(engine, models[0] if models else None)
-    if engines and plan.parameters:
-        cast_module.copies_are_fp32(models)
+    plan = CastPlan(named_roots(models), policy, covers_forward=True)
+    _carry_out(engines, plan, models, models)
     return plan
+
+
+def _carry_out(
+    engines: Sequence[Engine],
+    plan: CastPlan,
+    models: Sequence[nn.Module],
+    wrapped: Sequence[nn.Module],
+    leave: tuple[type, ...] = (),
+) -> None:
+    """Cast models by a plan, and let engines take hold of them: masters, buffers, DDP.
+
+    Args:
+        engines: All that step something of the models.
+        plan: What is cast.
+        models: Not wrapped.
+        wrapped: The same, in DDP or not.
+        leave: Module classes to leave alone.
+    """
+    for engine in engines:
+        if engine.optimizer is not None and engine.policy.master_weights:
+            # from the weights before they are rounded
+            kind: Literal['split', 'whole'] = 'split' if engine.policy.split_masters else 'whole'
+            engine.use_params(plan.parameters, kind, engine.policy.cast_model_type)
+    plan.apply()
+    for engine in engines:
+        engine.kept = plan.kept
+        _take_cast(engine, plan)
+        watch_buffers(engine, named_roots(models), leave)
+        engine.ddp.rebuild([*plan.parameters.values(), *plan.raised])
+        engine.ddp.watch(wrapped)
+        engine.shard_groups = distributed_internals.shard_groups(models)
+        _begin(engine, models)
+    for engine in engines[:1]:
+        checks.warn(plan.rounded, plan.momentum, engine.policy)
+        if engine.optimizer is not None and plan.parameters:
+            cast_module.copies_are_fp32([root for _, root in plan.roots])
 
 
 def take_over(engine: Engine, models: Sequence[nn.Module]) -> None:
@@ -226,19 +234,13 @@ def let_go(engine: Engine) -> None:
     engine.ddp = Ddp(list)
 
 
-def _begin(engine: Engine, model: nn.Module | None) -> None:
-    """Everything is in place: from here on, gradients may come.
-
-    Args:
-        engine: Of the engine.
-        model: Its model; None where only gradients are scaled.
-    """
-    device = next((parameter.device for parameter in engine.params.parameters()), None)
-    if device is None:
-        device = torch.device('cpu') if model is None else module_device(model)
-    engine.device = device
-    engine.flags.to(device)
-    engine.scales.to(device)
+def _begin(engine: Engine, models: Sequence[nn.Module]) -> None:
+    """Everything is in place: from here on, gradients may come."""
+    parameters = engine.params.parameters()
+    device = module_device(models[0]) if models else torch.device('cpu')
+    engine.device = parameters[0].device if parameters else device
+    engine.flags.to(engine.device)
+    engine.scales.to(engine.device)
     engine.stage = Stage.READY
 
 
@@ -249,18 +251,9 @@ def _cast_by_others(engine: Engine) -> set[int]:
     return {id(module) for plan in plans for _, root in plan.roots for module in root.modules()}
 
 
-def _make_masters(engine: Engine, plan: CastPlan) -> None:
-    """From the weights before they are rounded."""
-    policy = engine.policy
-    if engine.optimizer is not None and policy.master_weights:
-        kind: Literal['split', 'whole'] = 'split' if policy.split_masters else 'whole'
-        engine.use_params(plan.parameters, kind, policy.cast_model_type)
-
-
 def _take_cast(engine: Engine, plan: CastPlan) -> None:
-    """After the cast."""
+    """After the cast: let the optimizer's state and the weights follow."""
     optimizer = engine.optimizer
-    engine.kept = plan.kept
     if plan.rounded and optimizer is not None and (engine.params.have_fp32_values or plan.raised):
         # of weights that are FP32 from now on, here or as masters
         _state_to_fp32(optimizer)

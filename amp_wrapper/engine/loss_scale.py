@@ -53,6 +53,14 @@ class LossScaler:
         self._growth_tracker = torch.zeros((), dtype=torch.int32)
         self._hysteresis_tracker = torch.tensor(config.hysteresis, dtype=torch.int32)
         self._counts = torch.zeros(3, dtype=torch.int64)
+        self._rule = (
+            config.growth_factor,
+            config.backoff_factor,
+            config.growth_interval,
+            config.hysteresis,
+            _TINY if config.min_scale is None else config.min_scale,
+            math.inf if config.max_scale is None else config.max_scale,
+        )
         # known on the host, since a static scale never moves: 1.0 costs no multiplication anywhere
         #: Whether the scale is 1 for good, so that scaling and unscaling can be left out.
         self.is_one = not config.enabled or (not config.dynamic and start == 1.0)
@@ -115,19 +123,8 @@ class LossScaler:
         if self.checks:
             words['counts'] = self._counts
         if self.is_dynamic and moves:
-            config = self.config
-            words |= {
-                'growth_tracker': self._growth_tracker,
-                'hysteresis_tracker': self._hysteresis_tracker,
-                'rule': (
-                    config.growth_factor,
-                    config.backoff_factor,
-                    config.growth_interval,
-                    config.hysteresis,
-                    _TINY if config.min_scale is None else config.min_scale,
-                    math.inf if config.max_scale is None else config.max_scale,
-                ),
-            }
+            trackers = {'growth_tracker': self._growth_tracker, 'hysteresis_tracker': self._hysteresis_tracker}
+            words |= {**trackers, 'rule': self._rule}
         return words
 
     def count_step(self, skipped: Tensor) -> None:
@@ -162,19 +159,7 @@ class LossScaler:
         Args:
             found_inf: As for :meth:`update`.
         """
-        config = self.config
-        ops.update_scale(
-            self._scale,
-            self._growth_tracker,
-            self._hysteresis_tracker,
-            found_inf,
-            config.growth_factor,
-            config.backoff_factor,
-            config.growth_interval,
-            config.hysteresis,
-            config.min_scale,
-            config.max_scale,
-        )
+        ops.update_scale(self._scale, self._growth_tracker, self._hysteresis_tracker, found_inf, *self._rule)
 
     def state_dict(self) -> dict[str, Any]:
         """State in ``torch.amp.GradScaler``'s key names, and further keys that it ignores. Syncs.

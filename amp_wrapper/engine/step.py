@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,8 +25,8 @@ from .flags import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_
 from .host_read import LateRead, flagged, has_pre_hooks, takes_flag
 from .unscale import nonfinite_names
 
-#: The optimizer's own ``step``, where another stands in front of it.
-OwnStep = Callable[..., Any]
+#: Calls the optimizer's own ``step``.
+Run = Callable[[], None]
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 _in_backward: Callable[[Engine], bool] = operator.attrgetter('gradients.in_backward')
@@ -35,7 +34,7 @@ _in_backward: Callable[[Engine], bool] = operator.attrgetter('gradients.in_backw
 
 @untraced
 def take_step(
-    engine: Engine, clip: GradientClip | None = None, own_step: OwnStep | None = None, **kwargs: Any
+    engine: Engine, clip: GradientClip | None = None, own_step: Callable[..., Any] | None = None, **kwargs: Any
 ) -> StepResult:
     """Take one optimizer step from the gradients at hand, or skip it as a whole.
 
@@ -62,7 +61,14 @@ def take_step(
     """
     optimizer = engine.optimizer
     assert optimizer is not None
-    run = _OwnStep(engine, own_step or optimizer.step, kwargs)
+
+    def run() -> None:
+        engine.in_own_step = True
+        try:
+            (own_step or optimizer.step)(**kwargs)
+        finally:
+            engine.in_own_step = False
+
     _check(engine, kwargs)
     if engine.gradients.after_each_pass:
         if engine.gradients.has_plain:
@@ -84,26 +90,6 @@ def take_step(
         observer.after_step(engine, result)
     engine.gradients.mark_stepped()
     return result
-
-
-class _OwnStep:
-    """A call of the optimizer's own ``step``.
-
-    Args:
-        engine: Is told that it runs.
-        step: The method.
-        kwargs: For it.
-    """
-
-    def __init__(self, engine: Engine, step: OwnStep, kwargs: Mapping[str, Any]) -> None:
-        self._engine, self._step, self._kwargs = engine, step, kwargs
-
-    def __call__(self) -> None:
-        self._engine.in_own_step = True
-        try:
-            self._step(**self._kwargs)
-        finally:
-            self._engine.in_own_step = False
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -145,13 +131,13 @@ def _check_late_masters(engine: Engine) -> None:
     engine.knows_pairs = fp32_values.pairs_made
 
 
-def _step_with_closure(engine: Engine, clip: GradientClip | None, run: _OwnStep) -> StepResult:
+def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> StepResult:
     """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
     norm = None if clip is None else clip.apply(engine.params.parameters())
     run()
     engine.settle_buffers(None)
     engine.stage = Stage.READY
-    return _result(engine, False, None, norm)
+    return _finish(engine, (0.0, 0.0, 0.0), norm)
 
 
 # -- with an optimizer of this package ---------------------------------------------------------------------------------
@@ -200,7 +186,7 @@ def _step_fused(
     clip: GradientClip | None,
     gradients: Sequence[Tensor | None],
     lists: StepLists,
-    run: _OwnStep,
+    run: Run,
 ) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
     scales, monitor = engine.scales, engine.monitor
@@ -214,22 +200,14 @@ def _step_fused(
         run()
     info = update.decision
     assert info is not None
-    result = _result(engine, None, info, None if clip is None or clip.kind == 'value' else info[GRAD_NORM])
     if engine.gradients.after_each_pass:
         scales.update(engine.flags, engine.device, is_counted=True)
         # the prologue was given no scale, for the gradients carry none
         info[LOSS_SCALE] = scales.first.current_scale
     else:
         engine.flags.clear()
-    if not scales.check:
-        return dataclasses.replace(result, skipped=False)
-    if not waits:
-        monitor.pass_unseen()
-        return result
-    assert result.info is not None
-    numbers = result.info.tolist()
-    _record(engine, numbers[SKIP] > 0, int(numbers[SKIPS]), int(numbers[STREAK]))
-    return dataclasses.replace(result, skipped=numbers[SKIP] > 0)
+    numbers = operator.itemgetter(SKIP, SKIPS, STREAK)(info.tolist()) if waits else None
+    return _finish(engine, numbers, None if clip is None or clip.kind == 'value' else info[GRAD_NORM], info)
 
 
 def _decide(
@@ -270,7 +248,7 @@ def _decide(
 # -- with any other optimizer ------------------------------------------------------------------------------------------
 
 
-def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None, run: _OwnStep) -> StepResult:
+def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None, run: Run) -> StepResult:
     """Unscale, find out, clip, step, copy, each in its turn. Syncs once, where the optimizer cannot read the flag itself."""
     scales, params = engine.scales, engine.params
     raises = clip is not None and clip.raises_on_nonfinite
@@ -288,8 +266,8 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
     if clip is not None and not waits and not raises:
         # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
         norm = clip.apply(params.parameters(), known)
-    found, skips, streak = late.wait() if late is not None else (0.0, 0.0, 0.0)
-    skipped = found > 0
+    numbers = None if late is None else late.wait()
+    skipped = numbers is not None and numbers[0] > 0
     # a dynamic scale learns from the overflow
     if raises and (not scales.is_dynamic if skipped else known is not None and not known.isfinite()):
         raise RuntimeError(
@@ -304,12 +282,9 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
         if params.have_fp32_values:
             params.write_weights()
     scales.update(engine.flags, engine.device)
-    if by_flag:
-        engine.monitor.pass_unseen()
-        return _result(engine, None, None, norm, skip)
-    if late is not None:
-        _record(engine, skipped, int(skips) + skipped, (int(streak) + 1) * skipped)
-    return _result(engine, skipped, None, norm, skip)
+    # the counts were read before this step
+    now = None if numbers is None else (numbers[0], numbers[1] + skipped, (numbers[2] + 1) * skipped)
+    return _finish(engine, now, norm, skip=skip)
 
 
 def _shard_norm(engine: Engine, clip: GradientClip | None) -> ShardNorm | None:
@@ -325,39 +300,38 @@ def _shard_norm(engine: Engine, clip: GradientClip | None) -> ShardNorm | None:
 # -- afterwards --------------------------------------------------------------------------------------------------------
 
 
-def _result(
-    engine: Engine, skipped: bool | None, info: Tensor | None, norm: Tensor | None, skip: Tensor | None = None
+def _finish(
+    engine: Engine,
+    numbers: Sequence[float] | None,
+    norm: Tensor | None,
+    info: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> StepResult:
-    """What a step did.
+    """Say what a step did, and count skips.
 
     Args:
         engine: Of the optimizer.
-        skipped: None where the host does not know.
-        info: Of the prologue; None where it is put together here.
+        numbers: Whether it was skipped, the skips so far, and in a row; None where the host does not know.
         norm: Scalar, or None.
+        info: Of the prologue; None where it is put together here.
         skip: float32 scalar, where there is no ``info``.
-    """
-    scales = engine.scales
-    shows = [
-        *(['grad_norm'] if norm is not None else []),
-        *(['loss_scale'] if scales.check and scales.is_dynamic else []),
-        *(['skips'] if scales.check else []),
-    ]
-    if not shows:
-        return StepResult(skipped)
-    if info is None:
-        info = info_of(skip, norm, scales.first.current_scale, scales.steps.counts)
-    return StepResult(skipped, info, tuple(shows))
-
-
-def _record(engine: Engine, skipped: bool, skips: int, streak: int) -> None:
-    """The host knows what this step did.
 
     Raises:
         OverflowStreakError: The limit of skips in a row is reached.
     """
-    if engine.monitor.record(skipped, skips, streak, engine.scales.describe, engine.label):
-        _raise_streak(engine, streak)
+    scales, monitor = engine.scales, engine.monitor
+    skipped = None if numbers is None else numbers[0] > 0
+    if not scales.check:
+        skipped = False
+    elif numbers is None:
+        monitor.pass_unseen()
+    elif monitor.record(numbers[0] > 0, int(numbers[1]), int(numbers[2]), scales.describe, engine.label):
+        _raise_streak(engine, int(numbers[2]))
+    shows = {'grad_norm': norm is not None, 'loss_scale': scales.check and scales.is_dynamic, 'skips': scales.check}
+    shown = tuple(name for name, is_shown in shows.items() if is_shown)
+    if info is None and shown:
+        info = info_of(skip, norm, scales.first.current_scale, scales.steps.counts)
+    return StepResult(skipped, info if shown else None, shown)
 
 
 def _raise_streak(engine: Engine, streak: int) -> NoReturn:
