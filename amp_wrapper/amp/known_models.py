@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -23,68 +24,56 @@ logger = logging.getLogger('amp_wrapper')
 
 # parameter -> the configuration of its model
 _policies: MutableMapping[Tensor, Policy] = WeakTensorKeyDictionary()
-# optimizers that were checked -> how many parameters they had, and how many models were known
-_seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
-_models = 0
 _alive: WeakSet[nn.Module] = WeakSet()
-# what other optimizers step, or scaled losses reach, and whether the next block looks where its loss leads
-_reached: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-_looks = True
+# optimizers that were checked -> how many parameters they had, and how many were known
+_seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 _warned: WeakSet[Optimizer] = WeakSet()
-_installed = False
+# what they step, and no initialised optimizer does
+_foreign: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 # gradients of scaled losses that no block unscales, and their versions when they came
 _scaled: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
-def remember(
-    models: Iterable[nn.Module],
-    policy: Policy,
-    is_ours: Callable[[Optimizer], bool],
-    stepped: Callable[[], Iterable[Tensor]],
-) -> None:
-    """Note the parameters of initialised models; from the first on, every other optimizer is checked before its steps.
+def remember(models: Iterable[nn.Module], policy: Policy) -> None:
+    """Note the parameters of initialised models.
 
     Args:
         models: As they are now, with their casts.
         policy: Their configuration.
-        is_ours: Whether an optimizer was handed to ``amp.initialize``.
-        stepped: The weights that those optimizers step which were.
     """
-    global _models, _installed, _looks
-    _looks = True
     for model in models:
-        _models += 1
         _alive.add(model)
         for parameter in model.parameters():
             _policies[parameter] = policy
-    if not _installed and _models:
-        _installed = True
 
-        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not is_ours(optimizer):
-                _check_step(optimizer, stepped)
 
-        check.sees_no_gradient = True  # type: ignore[attr-defined]
-        register_optimizer_step_pre_hook(check)
+@functools.cache
+def check_others(is_ours: Callable[[Optimizer], bool], stepped: Callable[[], Iterable[Tensor]]) -> None:
+    """From now on, check every optimizer that was not initialised before its steps.
+
+    Args:
+        is_ours: Whether an optimizer was handed to ``amp.initialize``.
+        stepped: The weights that those optimizers step which were.
+    """
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _policies and not is_ours(optimizer):
+            _check_step(optimizer, stepped)
+
+    check.sees_no_gradient = True  # type: ignore[attr-defined]
+    register_optimizer_step_pre_hook(check)
 
 
 @contextmanager
-def watching(loss: Tensor, stepped: Callable[[], Iterable[Tensor]] | None, beyond: Iterable[Tensor]) -> Iterator[None]:
-    """Around a block: note which gradients it leaves where nobody unscales them.
+def noting_scaled(beyond: Iterable[Tensor], foreign: bool) -> Iterator[None]:
+    """Around a block: note which gradients it leaves where it does not unscale them.
 
     Args:
-        loss: What the block gives.
-        stepped: The weights that initialised optimizers step; None for no look at where the loss leads.
-        beyond: Those of them that the optimizers of other calls of ``amp.initialize`` step.
+        beyond: What the optimizers of other calls of ``amp.initialize`` step.
+        foreign: Whether to look at what other optimizers step as well.
     """
-    global _looks
-    if _looks and stepped is not None:
-        _looks = False
-        _watch(_leaves(loss), stepped)
-    before = [
-        (leaf, leaf.grad, leaf.grad is not None and leaf.grad._version)
-        for leaf in (*(_reached if stepped else ()), *beyond)
-    ]
+    leaves = [*(_foreign if foreign else ()), *beyond]
+    before = [(leaf, leaf.grad, leaf.grad is not None and leaf.grad._version) for leaf in leaves]
     yield
     for leaf, grad, version in before:
         if leaf.grad is not None and (leaf.grad is not grad or leaf.grad._version != version):
@@ -108,27 +97,6 @@ def refuse_scaled(weights: Iterable[Tensor]) -> None:
 def _carries_scale(gradient: Tensor | None) -> bool:
     """Whether a gradient was noted, and nobody has written to it."""
     return bool(_scaled) and gradient is not None and _scaled.get(gradient) == gradient._version
-
-
-def _watch(leaves: Iterable[Tensor], stepped: Callable[[], Iterable[Tensor]]) -> None:
-    """Watch the gradients of these from the next block on, but of those that are in order."""
-    # torch moves a sharded parameter by swapping it, which it does to none that is weakly referenced
-    _reached.update((leaf, None) for leaf in leaves if not is_traceable_wrapper_subclass(leaf))
-    for tensor in (*stepped(), *fp32_values.masters()):
-        _reached.pop(tensor, None)
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Where the backward pass of a loss leaves gradients. Walks through its graph."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            leaf = getattr(node, 'variable', None)
-            if isinstance(leaf, Tensor) and leaf.is_leaf:
-                yield leaf
 
 
 def is_known(parameter: Tensor) -> bool:
@@ -171,7 +139,7 @@ def policies_of(optimizers: Iterable[Optimizer]) -> list[Policy]:
 def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -> None:
     """Check an optimizer that was not initialised and is about to step; again only where parameters or models were added."""
     parameters = parameters_of(optimizer)
-    count = len(parameters), _models
+    count = len(parameters), len(_policies)
     found = () if optimizer in _warned else parameters
     scaled = {id(p): 'parameters that a scaled loss reaches' for p in found if _carries_scale(p.grad)}
     if _seen.get(optimizer) == count and not scaled:
@@ -189,10 +157,12 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
         if policy is not None and policy.verbosity >= 1 and _is_scaled(policy):
             scaled[id(parameter)] = f'parameters of a model at {policy.opt_level}'
     _seen[optimizer] = count
-    _watch(parameters, stepped)
+    # torch moves a sharded parameter by swapping it, which it does to none that is weakly referenced
+    _foreign.update((p, None) for p in parameters if not is_traceable_wrapper_subclass(p))
     # gradients of what initialised optimizers step are in order; an optimizer around another one shares its parameters
-    for weight in stepped() if scaled else ():
-        scaled.pop(id(weight), None)
+    for tensor in (*stepped(), *fp32_values.masters()):
+        _foreign.pop(tensor, None)
+        scaled.pop(id(tensor), None)
     if scaled and optimizer not in _warned:
         _warned.add(optimizer)
         logger.warning(

@@ -56,7 +56,7 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
     try:
         with (
             receiving(first, loss_id, rest) as came,
-            known_models.watching(result, amp_session.stepped if watches else None, amp_session.weights_beyond(first))
+            known_models.noting_scaled(amp_session.weights_beyond(first), bool(watches))
             if is_scaled
             else nullcontext(),
         ):

@@ -88,7 +88,8 @@ class Session:
                 name = type(engine.optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
                 engine.observers.append(Watch(name, not engine.scales.is_one))
         hugging_face.watch()
-        known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, stepped)
+        known_models.remember(models, policy)
+        known_models.check_others(_session_of.__contains__, stepped)
         if policy.autocast_dtype is not None:
             for model in models:
                 functions.cast_models.add(model)
@@ -170,7 +171,7 @@ class Session:
             try:
                 value = own_step(*args, **kwargs)
             except Exception as error:
-                if result and _asks_for_closure(error):
+                if result and (isinstance(error, (AssertionError, TypeError)) or 'closure' in str(error).lower()):
                     raise AmpUsageError(_TWO_PARTS.format(name=type(optimizer).__name__)) from error
                 raise
             if not result:
@@ -197,14 +198,6 @@ class Session:
         """Say what was skipped up to now. Syncs."""
         for engine in self.engines:
             self._read(engine, wait=True)
-
-
-def _asks_for_closure(error: Exception) -> bool:
-    """Whether an optimizer failed since its closure had been called for it, and None was handed on."""
-    text = f'{type(error).__name__} {error}'.lower()
-    return (
-        'closure' in text or isinstance(error, AssertionError) or (isinstance(error, TypeError) and 'nonetype' in text)
-    )
 
 
 def _named(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
