@@ -20,7 +20,7 @@ from torch import nn
 
 from amp_wrapper import amp
 from amp_wrapper.casting import cast_module, functions, region, rule
-from amp_wrapper.engine import Engine, attach
+from amp_wrapper.engine import Engine, attach, forward_context
 from amp_wrapper.policy import resolve
 
 from .pages import add_write, processor
@@ -97,7 +97,7 @@ def forwards() -> list[tuple[str, float, str]]:
     attach(engine, wrapped)
     peers = {'torch.autocast': under(layers(), autocast)}
     # first, as in a process that knows the wrapper alone
-    wrapper = compare({**peers, "O4, mmengine's wrapper": under(wrapped, lambda: engine.forward_context(wrapped))})
+    wrapper = compare({**peers, "O4, mmengine's wrapper": under(wrapped, lambda: forward_context(engine, wrapped))})
     functional = amp.initialize(layers(), opt_level='O4', verbosity=0)
     loud = amp.initialize(layers(), opt_level='O4', verbosity=0)
     for module in loud.modules():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from amp_wrapper.engine import Engine, attach, backward, take_step
+from amp_wrapper.engine import Engine, attach, backward, forward_context, take_step
 from amp_wrapper.engine.clipping import GradientClip
 from amp_wrapper.policy import resolve
 
@@ -80,7 +80,7 @@ class EngineWrapper:
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Around the forward pass."""
         attach(self.engine, model)
-        with self.engine.forward_context(model):
+        with forward_context(self.engine, model):
             yield
 
     def backward(self, loss: Tensor) -> None:

@@ -20,7 +20,7 @@ from ..casting import cast_module, region
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
-from ..engine import Engine, attach_together
+from ..engine import Engine, attach_together, forward_context
 from ..engine.attach import let_go
 from ..errors import AmpUsageError
 from ..policy import Policy
@@ -74,7 +74,7 @@ class Sandbox:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """What surrounds a training forward call of the copy."""
-        with self.engine.forward_context(self.model):
+        with forward_context(self.engine, self.model):
             yield
         # autocast keeps its casts of weights until the outermost region ends, which is that of isolated()
         torch.clear_autocast_cache()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting.modules import is_batchnorm, module_device
-from ..engine import backward, take_step
+from ..engine import backward, before_forward, take_step
 from ..engine.clipping import GradientClip
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy import Policy
@@ -67,7 +67,7 @@ class Task:
 
     def loss(self, box: Sandbox, batch: Any) -> Tensor:
         """The loss of a copy."""
-        box.engine.before_forward(box.model)
+        before_forward(box.engine, box.model)
         with box.forward() if self.surrounds else nullcontext():
             return check_loss(self.loss_fn(box.model, batch))
 

@@ -145,11 +145,13 @@ class TrainingMonitor(StepObserver):
     def close(self) -> None:
         """Write what is left, and watch no longer. Syncs."""
         self.hand_on(wait=True)
-        if self._diagnosis is not None:
-            self._diagnosis.disarm()
+        # it holds the model, and this object
+        diagnosis, self._diagnosis = self._diagnosis, None
+        if diagnosis is not None:
+            diagnosis.disarm()
         if self._engine is not None:
             # the list may be in use: a log function may close
-            mine = (self, self.numbers, self._diagnosis)
+            mine = (self, self.numbers, diagnosis)
             self._engine.observers = [each for each in self._engine.observers if each not in mine]
 
     def __enter__(self) -> TrainingMonitor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, Literal
 from weakref import ReferenceType
 
@@ -14,15 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..casting import kept, plan, region
+from ..casting import kept, plan
 from ..casting.masters import Masters, StepLists
-from ..casting.modules import module_device
 from ..checkpoint.format import SavedAmp
-from ..compiler_internals import eager_block, untraced
+from ..compiler_internals import untraced
 from ..distributed_internals import hold_back
 from ..errors import AmpAttachError, AmpUsageError
 from ..ops import attributes
-from ..policy import Policy, said_once
+from ..policy import Policy
 from . import optimizers, unscale
 from .buffer_snapshot import BufferSnapshot
 from .clipping import ShardNorm
@@ -57,6 +57,10 @@ class StepObserver:
         return ''
 
 
+def _same(optimizer: Optimizer | None) -> Optimizer | None:
+    return optimizer
+
+
 class Engine:
     """Mixed precision for one optimizer.
 
@@ -73,8 +77,7 @@ class Engine:
 
     With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one
     pass over everything, and the host reads nothing. With any other one, unscaling comes first, together with 4, and each of
-    the rest is a pass of its own. Gradients of several losses or optimizers are unscaled and checked at the end of 2
-    (:class:`~amp_wrapper.engine.gradients.Gradients`).
+    the rest is a pass of its own. Gradients of several losses or optimizers are unscaled and checked at the end of 2.
 
     Args:
         policy: The configuration.
@@ -86,12 +89,10 @@ class Engine:
         AmpAttachError: An optimizer that cannot be wrapped.
 
     Attributes:
-        policy: As given.
-        stage: Where it stands between two optimizer steps.
+        policy, stage: As given; where it stands between two optimizer steps.
         params: What the optimizer steps, and what the model computes with.
         scales: The loss scales.
-        flags: What was non-finite since the last step.
-        monitor: What the host knows of skipped steps.
+        flags, monitor: What was non-finite since the last step; what the host knows of skipped steps.
         gradients: Where gradients wait for the step.
         ddp, shard_groups: The DDP modules that average them, and the groups of FSDP2 that do.
         snapshots: The buffers as they were before the forward calls of the present step; none where no step is skipped.
@@ -125,7 +126,10 @@ class Engine:
         self.pending: SavedAmp | None = None
         self.in_own_step = False
         self.knows_pairs = -1
-        self._optimizer = optimizer
+        # no method of its own, which would be a cycle
+        self._find_optimizer = (
+            optimizer if isinstance(optimizer, ReferenceType) else functools.partial(_same, optimizer)
+        )
         self.reset()
         if policy.enabled and self.optimizer is not None:
             optimizers.check_optimizer(self.optimizer)
@@ -154,7 +158,7 @@ class Engine:
             kind: As there.
             dtype: As there.
         """
-        self.params = Masters(self.find_optimizer, weights, kind, dtype)
+        self.params = Masters(self._find_optimizer, weights, kind, dtype)
         self._use_gradients()
 
     def _use_gradients(self) -> None:
@@ -202,13 +206,8 @@ class Engine:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """As :meth:`find_optimizer` gives it."""
-        return self.find_optimizer()
-
-    def find_optimizer(self) -> Optimizer | None:
-        """Return whose step it is; None for inference, and where nobody holds it any more."""
-        found = self._optimizer
-        return found() if isinstance(found, ReferenceType) else found
+        """Whose step it is; None for inference, and where nobody holds it any more."""
+        return self._find_optimizer()
 
     @property
     def attached(self) -> bool:
@@ -268,66 +267,6 @@ class Engine:
             # where weight and master were both written to, the error comes when one of them would be lost
             params.synchronise()
         yield from params.parameters()
-
-    # -- a forward pass ----------------------------------------------------------------------------------------------
-
-    @untraced
-    def before_forward(self, model: nn.Module) -> None:
-        """Let weights follow masters that somebody wrote to, and the other way round, and DDP the parameters that train.
-
-        Every rank calls this, before it enters ``no_sync``.
-
-        Args:
-            model: What is about to run.
-
-        Raises:
-            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
-                and its master that were both written to.
-        """
-        if not self.policy.enabled:
-            return
-        for engine in (self, *self.others):
-            engine.params.synchronise()
-        # parts that are called inside of the context are not told of. DDP broadcasts buffers in its call, which comes first
-        for snapshot in () if self.ddp.ddps else self.snapshots:
-            snapshot.begin()
-        if self.ddp.joins() and not self.is_plain:
-            raise AmpUsageError(
-                'DistributedDataParallel.join(): ranks that take more steps than others would move their loss scale and '
-                'masters alone. Give every rank the same number of iterations, or use O0.'
-            )
-        self.ddp.follow(model, self._has_waiting)
-
-    def _has_waiting(self, ids: Iterable[int]) -> bool:
-        """Whether any of these weights, by id, has a gradient that waits for a step."""
-        chosen, found = set(ids), zip(self.weights(), self.params.parameters())
-        return self.is_accumulating and any(
-            weight.grad is not None or stepped.grad is not None for weight, stepped in found if id(weight) in chosen
-        )
-
-    @eager_block
-    @contextmanager
-    def forward_context(self, model: nn.Module) -> Iterator[None]:
-        """What surrounds a training forward call: a region, and autocast at O1 and O4.
-
-        Args:
-            model: Says on which device autocast works.
-        """
-        policy = self.policy
-        kind = region.AS_AROUND
-        if policy.runs_16_bit:
-            kind = region.OPERANDS if policy.casts_model else region.REGISTRY
-        before = said_once.speaks(policy.verbosity >= 1)
-        try:
-            dtype = policy.autocast_dtype if policy.enabled else None
-            casts: AbstractContextManager[Any] = nullcontext()
-            if dtype is not None:
-                casts = region.autocast(module_device(model).type, dtype)
-            # for models whose train_step does not call them
-            with region.spare(kind), region.operands(kind), casts:
-                yield
-        finally:
-            said_once.speaks(before)
 
     # -- between passes and step -------------------------------------------------------------------------------------
 
@@ -411,6 +350,13 @@ class Engine:
             infos: :attr:`StepResult.info` of all steps since the last one known, in order, on the host.
         """
         self.monitor.review(infos, self.scales.describe, len(self.scales.scalers) == 1, self.label)
+
+    def has_waiting(self, ids: Iterable[int]) -> bool:
+        """Whether any of these weights, by id, has a gradient that waits for a step."""
+        chosen, found = set(ids), zip(self.weights(), self.params.parameters())
+        return self.is_accumulating and any(
+            weight.grad is not None or stepped.grad is not None for weight, stepped in found if id(weight) in chosen
+        )
 
     # -- clearing ----------------------------------------------------------------------------------------------------
 

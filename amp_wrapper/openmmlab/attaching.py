@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from ..casting import hugging_face
 from ..engine import Engine
 from ..engine import attach as engine_attach
 from ..engine.ddp import check_foreign_wrapper
+from ..errors import AmpAttachError
+from ..policy import Policy
 from .data_elements import cast_data_element
 
 
@@ -42,3 +44,26 @@ def attach(engine: Engine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> 
     )
     hugging_face.watch()
     return inner
+
+
+def only_ours(wrappers: Iterable[Any], policy: Policy) -> list[Any]:
+    """The wrappers of this package, of those that train parts of one model.
+
+    Args:
+        wrappers: Of this package, or of mmengine.
+        policy: Of the wrapper that is beside them.
+
+    Raises:
+        AmpAttachError: One of mmengine.
+    """
+    ours = []
+    for wrapper in wrappers:
+        if hasattr(wrapper, 'policy'):
+            ours.append(wrapper)
+        elif policy.enabled:
+            raise AmpAttachError(
+                f'{type(wrapper).__name__} of mmengine beside AmpOptimWrapper: gradients that the loss of one brings to '
+                f"parameters of the other would carry the wrong loss scale. Write AmpOptimWrapper(opt_level='O0') in its "
+                f'place, which trains in FP32.'
+            )
+    return ours

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..checkpoint import amp_part
 from ..compiler_internals import eager_block
-from ..engine import Engine, backward, detach, own_methods, take_step
+from ..engine import Engine, backward, before_forward, detach, forward_context, own_methods, take_step
 from ..engine import attach as attach_engine
 from ..engine import state as engine_state
 from ..engine.flags import COLUMNS, StepResult
 from ..engine.loss_scale import LossScaler
-from ..errors import AmpAttachError
 from ..policy import OptLevel, Policy
 from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
 from ..policy.options import Fp32Names
@@ -191,17 +190,7 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpAttachError: A parameter that two optimizers step; a wrapper of mmengine, whose losses know no loss scale.
         """
-        engines = []
-        for other in others:
-            if isinstance(other, AmpOptimWrapper):
-                engines.append(other._engine)
-            elif self.policy.enabled:
-                raise AmpAttachError(
-                    f'{type(other).__name__} of mmengine beside AmpOptimWrapper: gradients that the loss of one brings to '
-                    f"parameters of the other would carry the wrong loss scale. Write AmpOptimWrapper(opt_level='O0') in its "
-                    f'place, which trains in FP32.'
-                )
-        self._engine.join(engines)
+        self._engine.join(other._engine for other in attaching.only_ours(others, self.policy))
 
     def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
         """Cast the model and make the masters, once, from its present weights. mmengine's runner needs no call.
@@ -229,8 +218,6 @@ class AmpOptimWrapper(OptimWrapper):
 
     def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
         """Say that model weights were edited through ``.data``, right after it: masters take the new values. Syncs.
-
-        In-place edits (``p.clamp_()`` under ``no_grad``) are noticed by themselves.
 
         Args:
             tensors: The edited parameters; all of them by default. Split weights, whose remainder becomes 0, have to be named.
@@ -268,8 +255,8 @@ class AmpOptimWrapper(OptimWrapper):
             model: The model, wrapped or not.
         """
         self._attach_all(model)
-        self._engine.before_forward(model)
-        with super().optim_context(model), self._engine.forward_context(model):
+        before_forward(self._engine, model)
+        with super().optim_context(model), forward_context(self._engine, model):
             yield
 
     def _attach_all(self, model: nn.Module) -> None:
@@ -307,8 +294,7 @@ class AmpOptimWrapper(OptimWrapper):
             **kwargs: For :meth:`torch.Tensor.backward`.
 
         Raises:
-            AmpUsageError: No such loss; several losses under ``no_sync``; a level that casts, and no model yet; a second
-                backward pass through one forward pass of a DDP.
+            AmpUsageError: No such loss; several losses of which FSDP2 keeps the gradients; a level that casts, and no model yet.
         """
         self._last = None
         if not self._engine.attached:
@@ -317,9 +303,8 @@ class AmpOptimWrapper(OptimWrapper):
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
-        """Unscale, check, clip and step; skipped as a whole where a gradient is non-finite.
-
-        Syncs once, but not with optimizers that read the flag on the device: ours, and those of torch with ``fused=True``.
+        """Unscale, check, clip and step; skipped as a whole where a gradient is non-finite. Syncs once, but not with optimizers
+        that read the flag on the device: ours, and those of torch with ``fused=True``.
 
         Args:
             **kwargs: For the optimizer's ``step``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import gc
 import importlib
 import os
 import pkgutil
@@ -93,6 +94,8 @@ def run_page(text: str, name: str) -> None:
 
 @pytest.mark.parametrize('page', [page for page in PAGES if snippets(page.read_text(), 'python')], ids=name_of)
 def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the names of another page are in a cycle with its functions, and its optimizers with them
+    gc.collect()
     text = page.read_text()
     # pages on packages that make test-foreign installs are run there, by the same function
     if absent := not_installed(imported(text) & foreign_packages()):
