@@ -294,7 +294,7 @@ class AmpOptimWrapper(OptimWrapper):
             **kwargs: For :meth:`torch.Tensor.backward`.
 
         Raises:
-            AmpUsageError: No such loss; several losses of which FSDP2 keeps the gradients; a level that casts, and no model yet.
+            AmpUsageError: No such loss; several of which FSDP2 keeps the gradients; a level that casts, and no model yet.
         """
         self._last = None
         if not self._engine.attached:

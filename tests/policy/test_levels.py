@@ -155,7 +155,7 @@ def test_option_that_a_level_refuses_names_value_level_and_remedy() -> None:
         ('O0', dict(master_weights='split'), ["'split'", "'O0'", "'O5'"]),
         ('O2', dict(master_weights='split', cast_model_type=False), ["'split'", 'cast_model_type=False']),
         ('O5', dict(master_weights='split', num_losses=2), ["'split'", 'num_losses=2', 'master_weights=True']),
-        ('O2', dict(master_weights='split', **several), ["'split'", 'num_losses=2', 'master_weights=True']),
+        ('O2', dict(master_weights='split', num_losses=2), ["'split'", 'num_losses=2', 'master_weights=True']),
         ('O3', sums, ['accumulate_in_fp32', "'O3'"]),
         ('O2', dict(master_weights=False, **sums), ['accumulate_in_fp32', "'O2'"]),
     ]
