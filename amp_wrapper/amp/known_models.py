@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -65,32 +65,42 @@ def check_others(is_ours: Callable[[Optimizer], bool], stepped: Callable[[], Ite
 
 
 @contextmanager
-def noting_scaled(beyond: Iterable[Tensor], foreign: bool) -> Iterator[None]:
-    """Around a block: note which gradients it leaves where it does not unscale them.
+def noting_scaled(weights: Iterable[Tensor], beyond: Iterable[Tensor], foreign: bool) -> Iterator[None]:
+    """Around a block: note which gradients carry its scale and are not unscaled by it.
 
     Args:
-        beyond: What the optimizers of other calls of ``amp.initialize`` step.
+        weights: Whose gradients ``torch.autograd.grad`` may take, for a script that puts them into ``.grad`` later.
+        beyond: Where a loss may leave gradients that no optimizer of the block steps.
         foreign: Whether to look at what other optimizers step as well.
     """
     leaves = [*(_foreign if foreign else ()), *beyond]
     before = [(leaf, leaf.grad, leaf.grad is not None and leaf.grad._version) for leaf in leaves]
-    yield
+    with ExitStack() as hooks:
+        for weight in weights:
+            if weight.requires_grad:
+                hooks.callback(weight.register_hook(_note).remove)  # type: ignore[no-untyped-call]
+        yield
     for leaf, grad, version in before:
         if leaf.grad is not None and (leaf.grad is not grad or leaf.grad._version != version):
-            _scaled[leaf.grad] = leaf.grad._version
+            _note(leaf.grad)
+
+
+def _note(gradient: Tensor) -> None:
+    _scaled[gradient] = gradient._version
 
 
 def refuse_scaled(weights: Iterable[Tensor]) -> None:
-    """Refuse gradients of a loss that was scaled for an optimizer of another session.
+    """Refuse gradients of a scaled loss that no block has unscaled.
 
     Raises:
         AmpUsageError: A gradient carries its loss scale.
     """
     if _scaled and any(_carries_scale(weight.grad) for weight in weights):
         raise AmpUsageError(
-            'a loss for an optimizer of another call of amp.initialize() has brought gradients to parameters of this one: they '
-            'carry its loss scale. Hand both over in one call, amp.initialize([model0, model1], [optimizer0, optimizer1]), '
-            'or clear them, optimizer.zero_grad(), where they are not wanted.'
+            'step() with gradients that carry a loss scale. What torch.autograd.grad(scaled_loss, ...) gives goes into .grad '
+            'inside of the block, or is divided by amp.loss_scale(optimizer). Gradients that a loss brings to parameters which '
+            'no optimizer of its amp.initialize() call steps are cleared (zero_grad) before these are trained; models that '
+            'train together belong in one call: amp.initialize([model0, model1], [optimizer0, optimizer1]).'
         )
 
 
@@ -140,8 +150,9 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
     """Check an optimizer that was not initialised and is about to step; again only where parameters or models were added."""
     parameters = parameters_of(optimizer)
     count = len(parameters), len(_policies)
-    found = () if optimizer in _warned else parameters
-    scaled = {id(p): 'parameters that a scaled loss reaches' for p in found if _carries_scale(p.grad)}
+    carrying = [p for p in parameters if _carries_scale(p.grad)] if optimizer not in _warned else []
+    heard = [p for p in carrying if p not in _policies or _policies[p].verbosity >= 1]
+    scaled = {id(p): 'parameters that a scaled loss reaches' for p in heard}
     if _seen.get(optimizer) == count and not scaled:
         return
     name = type(optimizer).__name__

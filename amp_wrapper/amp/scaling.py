@@ -51,12 +51,11 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
     block = ScaledLoss()
     if is_scaled and result.requires_grad:
         result.register_hook(block)  # type: ignore[no-untyped-call]
-    for engine in engines:
-        known_models.refuse_scaled(engine.weights())
+    looked_at = [weight for watch, engine in watches if is_scaled and watch.looks for weight in engine.weights()]
     try:
         with (
             receiving(first, loss_id, rest) as came,
-            known_models.noting_scaled(amp_session.weights_beyond(first), bool(watches))
+            known_models.noting_scaled(looked_at, amp_session.weights_beyond(first), bool(watches))
             if is_scaled
             else nullcontext(),
         ):
@@ -64,4 +63,4 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
     finally:
         block.is_open = False
     for watch, engine in watches:
-        watch.see_block(engine, is_scaled and not block.has_run and engine in came)
+        watch.see_block(engine, engine in came, block.has_run or not is_scaled)

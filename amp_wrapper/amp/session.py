@@ -93,6 +93,9 @@ class Session:
         if policy.autocast_dtype is not None:
             for model in models:
                 functions.cast_models.add(model)
+        held = set(map(id, stepped())) | {id(weight) for engine in self.engines for weight in engine.weights()}
+        #: Trainable parameters of the models that no optimizer has yet.
+        self.unheld = [p for model in models for p in model.parameters() if p.requires_grad and id(p) not in held]
         for optimizer, engine in zip(optimizers, self.engines):
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
@@ -283,16 +286,19 @@ def engines_of(optimizers: Any) -> list[Engine]:
 
 
 def weights_beyond(engine: Engine) -> list[Tensor]:
-    """The weights that optimizers of other sessions than that of ``engine`` step, without those that its own step as well.
+    """Where a loss of ``engine`` may leave gradients that no block of its session unscales.
 
-    Those that another thread uses are left alone: their gradients may be under way now.
+    Those are the weights that optimizers of other sessions step, but for sessions that another thread uses, whose gradients may
+    be under way now; and parameters of its own models that no optimizer has yet.
     """
-    if len(_sessions) < 2:
-        return []
     here, mine = threading.get_ident(), {id(weight) for each in (engine, *engine.others) for weight in each.weights()}
-    others = [session for session in _alive() if session.thread == here and engine not in session.engines]
-    weights = [weight for session in others for each in session.engines for weight in each.weights()]
-    return [weight for weight in weights if id(weight) not in mine]
+    found = []
+    for session in _alive():
+        if engine in session.engines:
+            found += session.unheld
+        elif session.thread == here:
+            found += [weight for each in session.engines for weight in each.weights()]
+    return [weight for weight in found if id(weight) not in mine]
 
 
 def _alive() -> list[Session]:

@@ -34,8 +34,8 @@ _CLIPPED = (
     'as by clipping model.parameters(): the 16-bit weights have none there. Clip amp.master_params(optimizer).'
 )
 _LATE = (
-    'scaled_loss.backward() after the end of its "with amp.scale_loss(...) as scaled_loss" block: gradients of it would keep '
-    'the loss scale. Call it inside of the block.'
+    'a backward pass of scaled_loss, or torch.autograd.grad of it, after the end of its "with amp.scale_loss(...) as '
+    'scaled_loss" block: gradients of it would keep the loss scale. Call it inside of the block.'
 )
 
 
@@ -66,6 +66,8 @@ class Watch(StepObserver):
 
     def __init__(self, label: str, scales: bool) -> None:
         self._label = label
+        #: Whether no block has brought gradients yet: the script takes them by torch.autograd.grad, perhaps.
+        self.looks = True
         self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED, _CLIPPED} if scales else {_CLIPPED}
         # whether a block has named the optimizer since its last step
         self._is_named = False
@@ -78,24 +80,27 @@ class Watch(StepObserver):
         """A block names the optimizer."""
         self._is_named = True
 
-    def see_block(self, engine: Engine, is_wrong: bool) -> None:
+    def see_block(self, engine: Engine, has_come: bool, has_run: bool) -> None:
         """A block is over.
 
         Args:
             engine: Of the optimizer.
-            is_wrong: Whether gradients have come, but none of the scaled loss.
+            has_come: Whether gradients have come.
+            has_run: Whether there was a backward pass of the scaled loss.
         """
         self._versions = _versions_of(engine)
-        if is_wrong:
+        self.looks = self.looks and not has_come
+        if has_come and not has_run:
             self._warn(_NOT_THE_SCALED)
 
     def before_step(self, engine: Engine) -> None:
         """Look at the gradients. Syncs only where no block has added to them, and some are there."""
         before, now = self._versions, _versions_of(engine)
         if self._is_named:
-            if before is not None and engine.params.masters and before[0] != now[0] and before[1] == now[1]:
+            is_clipped = before is not None and before[0] != now[0] and before[1] == now[1]
+            if is_clipped and engine.params.masters and not engine.flags.only_by_others:
                 self._warn(_CLIPPED)
-        elif engine.flags.reached:
+        elif engine.flags.only_by_others:
             self._warn(_UNNAMED)
         elif _UNSCALED in self._open and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             found = [grad for grad in attributes.gradients(engine.params.parameters()) if grad is not None]

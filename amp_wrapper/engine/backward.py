@@ -87,7 +87,8 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
             yield came
         finally:
             engine.gradients.end_pass(None, None)
-        engine.note_pass(loss_id)
+            engine.stage = Stage.ACCUMULATING
+        engine.flags.used[loss_id] = True
         return
     named = [engine, *together]
     reached = [*named, *(each for each in engine.others if each not in named)]
@@ -98,19 +99,27 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
         )
     loss_scale = _scale_of(engine, loss_id)
     passes = [_Pass(each, loss_scale, loss_id if each is engine else None, each in named) for each in reached]
+    error: BaseException | None = None
     try:
         for each in passes:
             each.begin()
         yield came
-    except BaseException:
-        for each in passes:
-            each.end()
-            each.note_others()
-        raise
+    except BaseException as raised:
+        error = raised
     for each in passes:
-        each.end()
-    for each in passes[len(named) :]:
+        # whatever happens to one, all come home
+        try:
+            each.end()
+        except BaseException as raised:
+            error = error or raised
+    for each in passes[0 if error else len(named) :]:
         each.note_others()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            # it holds this frame
+            del error
     came += [each.engine for each in passes if each.has_come]
     _note_own(passes[: len(named)], passes, loss_id)
 
@@ -172,7 +181,7 @@ class _Pass:
         elif flag is not None:
             # nobody looks before it steps
             engine.gradients.zero_where(flag)
-        engine.flags.reached = True
+        engine.flags.only_by_others = engine.flags.has_arrived = True
         if engine.attached:
             engine.stage = Stage.ACCUMULATING
 
@@ -180,8 +189,10 @@ class _Pass:
 def _note_own(named: Sequence[_Pass], passes: Sequence[_Pass], loss_id: int) -> None:
     """After a pass: say which step is skipped, and whose scale falls."""
     engine = named[0].engine
+    engine.flags.used[loss_id] = True
     for each in named:
-        each.engine.note_pass(loss_id if each.engine is engine else None)
+        each.engine.flags.has_arrived |= each.has_come
+        each.engine.stage = Stage.ACCUMULATING
     # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
     # gradients elsewhere are mostly thrown away, and do not count
     counted = named if engine.scales.are_shared else [each for each in passes if each.has_come]

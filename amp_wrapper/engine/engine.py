@@ -277,20 +277,9 @@ class Engine:
         self.gradients.drop_stepped()
         self.take_rest()
         is_kept = self.gradients.held is not None or (self.shard_groups and hold_back(self.shard_groups))
-        if not is_kept and not self.flags.is_clear and not self.gradients.is_there():
+        if self.flags.has_arrived and not is_kept and not self.gradients.is_there():
             # the model's own zero_grad() has cleared the gradients, or the script
             self._drop_flags()
-
-    def note_pass(self, loss_id: int | None) -> None:
-        """A backward pass for this optimizer is over.
-
-        Args:
-            loss_id: Of its own loss; None for one whose scale is another engine's.
-        """
-        self.flags.named = True
-        if loss_id is not None:
-            self.flags.used[loss_id] = True
-        self.stage = Stage.ACCUMULATING
 
     def take_rest(self) -> None:
         """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
@@ -299,7 +288,7 @@ class Engine:
         if not is_unchecked and not self.gradients.has_plain:
             return
         flag = self.flags.new() if self.scales.check else None
-        self.gradients.take_plain(flag)
+        self.gradients.take_plain(flag, bool(self.ddp.groups()))
         if flag is not None:
             if is_unchecked:
                 ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)

@@ -32,8 +32,8 @@ class Flags:
 
     Attributes:
         used: Whether each loss has had a backward pass since the last step.
-        named: Whether a backward pass for this optimizer has come since the last step, whosever scale it used.
-        reached: Whether a backward pass for other optimizers alone has left gradients here.
+        has_arrived: Whether a backward pass has left gradients here since the last step.
+        only_by_others: Whether one for other optimizers alone has.
     """
 
     def __init__(self, losses: int) -> None:
@@ -46,7 +46,7 @@ class Flags:
     def clear(self) -> None:
         """After a step, and when gradients are cleared."""
         self.used = [False] * self._losses
-        self.named = self.reached = False
+        self.has_arrived = self.only_by_others = False
         # of each loss, and of all else
         self._flags: list[Tensor | None] = [None] * (self._losses + 1)
 
@@ -237,8 +237,6 @@ class SkipMonitor:
         self._verbosity = verbosity
         self._streak = 0
         self._unseen = 0
-        #: Skipped steps that the host knows of.
-        self.known_skips = 0
 
     @property
     def must_wait(self) -> bool:
@@ -272,7 +270,6 @@ class SkipMonitor:
         self._streak, self._unseen = streak, 0
         if not skipped:
             return False
-        self.known_skips += 1
         if self._limit is not None and streak >= self._limit:
             return True
         # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling

@@ -99,28 +99,31 @@ class Gradients:
             Whether it has brought anything.
 
         Raises:
-            AmpUsageError: It was run with ``create_graph=True``, where a scale or masters are; its gradients are dropped.
+            AmpUsageError: It was run with ``create_graph=True``, where a scale or masters are, or gradients share memory. All
+                gradients of the optimizer are dropped, as after any error here.
         """
         self.in_backward = False
         if not self.after_each_pass:
             return True
-        has_come = self._count_writes() != self._versions
-        masters, own = self.params.masters, self.params.without_master()
-        changed = [*self.params.behind_masters, *masters, *(own if scale is not None else ())]
-        has_graph = attributes.any_requires_grad(attributes.gradients(changed))
-        if has_graph:
-            attributes.set_gradients(changed, None)
-        inverse = None if scale is None else scale.reciprocal()
-        if has_come:
-            unscale.multiply(masters, inverse, found_inf)
-        if self._aside:
-            sums = map(ops.add_gradients, self._aside, attributes.gradients(masters))
-            attributes.set_gradients(masters, list(sums))
+        has_come, inverse = self._count_writes() != self._versions, None if scale is None else scale.reciprocal()
+        weights, masters, own = self.params.behind_masters, self.params.masters, self.params.without_master()
+        try:
+            changed = [*weights, *masters, *(own if scale is not None else ())]
+            if attributes.any_requires_grad(attributes.gradients(changed)):
+                raise AmpUsageError(unscale.NO_GRAPH)
+            if has_come:
+                unscale.multiply(masters, inverse, found_inf)
+            if self._aside:
+                sums = map(ops.add_gradients, self._aside, attributes.gradients(masters))
+                attributes.set_gradients(masters, list(sums))
+            unscale.add_to_masters(weights, masters, inverse, found_inf)
+            unscale.multiply(own, inverse, found_inf if has_come else None)
+        except BaseException:
+            # some carry the scale, and some do not
+            attributes.set_gradients([*weights, *masters, *own], None)
+            raise
+        finally:
             self._aside = []
-        unscale.add_to_masters(self.params.behind_masters, self.params.masters, inverse, found_inf)
-        unscale.multiply(own, inverse, found_inf if has_come else None)
-        if has_graph:
-            raise AmpUsageError(unscale.NO_GRAPH)
         return has_come
 
     @torch.no_grad()
@@ -129,12 +132,14 @@ class Gradients:
         for values in unscale.values_of([*self.params.parameters(), *self.params.behind_masters]):
             values.masked_fill_(flag.to(values.device) > 0, 0)
 
-    def take_plain(self, found_inf: Tensor | None) -> None:
+    def take_plain(self, found_inf: Tensor | None, is_local: bool) -> None:
         """Add what lies on weights, without a scale, to their masters' gradients.
 
         Args:
             found_inf: As for :meth:`end_pass`.
+            is_local: Whether it may not be averaged over the ranks yet.
         """
+        self._is_local = self._is_local or is_local
         with torch.no_grad():
             unscale.add_to_masters(self.params.behind_masters, self.params.masters, None, found_inf)
 

@@ -255,6 +255,9 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
     waits = scales.check and engine.monitor.must_wait
     if not engine.gradients.after_each_pass:
         engine.gradients.unscale(scales.first.inverse_scale(), engine.flags.of(0) if scales.check else None)
+        # whatever fails from here on: they must not be unscaled again
+        engine.stage = Stage.READY
+        engine.gradients.mark_stepped()
     known = engine.agree(_shard_norm(engine, clip))
     skip = engine.flags.skipped() if scales.check else None
     engine.settle_buffers(skip)

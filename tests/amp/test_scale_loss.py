@@ -243,6 +243,21 @@ def test_training_goes_on_after_an_exception_inside_the_block(place: str, error:
         assert unlike(ours, theirs) == [] and scales(optimizer) == [8.0], level
 
 
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_training_goes_on_after_gradients_that_cannot_be_unscaled(level: str) -> None:
+    """Of one optimizer of two: the other one's come home all the same, and nothing stays open."""
+    nets = [Part(), Part(2)]
+    optimizers = [sgd([net]) for net in nets]
+    initialise(nets, optimizers, level, 4.0)
+    with pytest.raises(AmpUsageError, match='create_graph'):
+        with amp.scale_loss(nets[0](data(0)) * nets[1](data(0)), optimizers) as scaled:
+            scaled.backward(create_graph=True)
+    for net, optimizer in zip(nets, optimizers):
+        optimizer.zero_grad()
+        backward(net(data(1)), optimizer)
+    assert [gradients(each)[0] for each in optimizers] == [data(1).expand(2, 2).tolist()] * 2
+
+
 @pytest.mark.parametrize('level', EXACT_LEVELS)
 def test_graph_of_gradients_is_refused_where_it_would_be_of_other_numbers(level: str) -> None:
     """Scaled gradients and those of casts have another graph; elsewhere second derivatives are right."""

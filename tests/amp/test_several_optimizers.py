@@ -27,6 +27,8 @@ from play import EXACT_LEVELS, Part, data
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from amp_wrapper import amp
+
 #: Which models each optimizer steps; for each loss the models that it reaches, and the optimizers it is for.
 Case = tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]
 THREE_LOSSES: Case = ((0, 1), (2,)), (((0,), (0,)), ((2,), (1,)), ((1, 2), (0, 1)))
@@ -113,6 +115,22 @@ def test_infinity_at_an_optimizer_that_the_loss_is_not_for_skips_that_one_alone(
         run.step()
         moved = {key[0] for key, value in run.state().items() if before.get(key) != value}
         assert moved == ({0, 1, 2} if cleared else {0, 2}) and run.scales() == run.start, level
+
+
+def test_scale_grows_with_steps_where_the_first_optimizer_gets_no_gradients() -> None:
+    """While its model is frozen, say."""
+    for level in EXACT_LEVELS:
+        nets = [Part().requires_grad_(False), Part(2)]
+        optimizers = [sgd([net]) for net in nets]
+        rule = dict(init_scale=8.0, growth_interval=2)
+        amp.initialize(nets, optimizers, opt_level=level, loss_scale=rule, verbosity=0)
+        for wanted in (8.0, 16.0, 16.0, 32.0):
+            for _ in range(4):
+                backward(nets[0](data(0)) + nets[1](data(0)), optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert scales(optimizers[0]) == [wanted], level
 
 
 def test_two_optimizers_of_one_model_in_which_two_modules_share_a_weight() -> None:

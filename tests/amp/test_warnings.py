@@ -75,6 +75,17 @@ def test_backward_pass_after_its_block_is_refused(level: str) -> None:
     assert gradients(optimizer) == [None, None]
 
 
+@pytest.mark.parametrize('level', LEVELS)
+def test_gradients_taken_of_the_scaled_loss_and_written_after_the_block_are_refused(level: str) -> None:
+    net, optimizer = start(level, scale='8', verbosity=1)
+    with amp.scale_loss(net(data(0)), optimizer) as scaled:
+        found = torch.autograd.grad(scaled, net.trained)
+    for parameter, gradient in zip(net.trained, found):
+        parameter.grad = gradient
+    with pytest.raises(AmpUsageError, match='autograd'):
+        optimizer.step()
+
+
 @pytest.mark.parametrize('level', KINDS)
 def test_optimizer_that_no_block_names_is_warned_of_once(level: str, log: list[str]) -> None:
     nets = [Part(), Part(2)]

@@ -189,11 +189,13 @@ def test_repeated_rows_of_a_sparse_gradient_are_added_in_fp32() -> None:
     assert not run.skipped() and run.masters()[0].tolist() == [[0.0], [0.0], [-2500.0]]
 
 
-@pytest.mark.xfail(strict=True, reason='engine')
 @pairs(level=EXACT_LEVELS[1:3], optimizer=(sgd, fused_sgd))
-def test_gradients_of_weights_that_join_the_optimizer_later_carry_no_scale(level: str, optimizer: Any) -> None:
-    script = [('backward', (0, 1), 5), ('add_group',), ('step',)]
-    check(script, Amp, Setup(level, optimizer, grouped=1))
+def test_gradients_of_weights_that_join_the_optimizer_later_are_refused(level: str, optimizer: Any) -> None:
+    """They carry the loss scale."""
+    script: list[Any] = [('backward', (0, 1), 5), ('add_group',)]
+    with pytest.raises(AmpUsageError, match='carry a loss scale'):
+        check([*script, ('step',)], Amp, Setup(level, optimizer, grouped=1))
+    check([*script, ('clear',), ('backward', (0, 1), 5), ('step',)], Amp, Setup(level, optimizer, grouped=1))
 
 
 # -- clearing --------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Training(RuleBasedStateMachine):
     @rule()
     def add_group(self) -> None:
         for training in self.both:
-            # what they got before they joined carries the loss scale: test_gradients.py has that, as an open defect
+            # what they got before they joined carries the loss scale, and would be refused
             training.model.parts[1].zero_grad()
         self.act('add_group')
 
