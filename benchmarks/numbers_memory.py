@@ -85,9 +85,9 @@ def formula(setup: Setup) -> dict[str, int]:
     # torch's optimizers keep moments in the type of what they step; ours in FP32, unless they are told otherwise
     stepped = weight if master == 0 else 4
     moment = 2 if setup.small_state else 4 if fused else stepped
-    # an FP32 gradient of the master beside the weight's, where something outside of a fused step reads it
-    second = 4 if master == 4 and (setup.api == 'functional' or not fused) else 0
-    values = (weight, master, moments * moment, weight + second)
+    # an FP32 gradient of the master in place of the weight's, where something outside of a fused step reads it
+    is_wide = master == 4 and (setup.api == 'functional' or not fused)
+    values = (weight, master, moments * moment, 4 if is_wide else weight)
     return {**dict(zip(PARTS, values)), 'casts': 2 if autocast else 0}
 
 
