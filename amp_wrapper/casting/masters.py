@@ -195,13 +195,8 @@ class Masters:
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
     def _state(self) -> tuple[bytes, ...]:
-        weights, partners = self._weights, self._partners
-        return (
-            attributes.versions(weights),
-            attributes.addresses(weights),
-            attributes.versions(partners),
-            attributes.addresses(partners),
-        )
+        ours, theirs, read = self._weights, self._partners, attributes
+        return read.versions(ours), read.addresses(ours), read.versions(theirs), read.addresses(theirs)
 
     def settle(self) -> None:
         """Weights and FP32 values agree now: what the optimizer has just written is no edit."""

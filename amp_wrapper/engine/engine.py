@@ -21,7 +21,6 @@ from ..checkpoint.format import SavedAmp
 from ..compiler_internals import untraced
 from ..distributed_internals import hold_back
 from ..errors import AmpAttachError, AmpUsageError
-from ..ops import attributes
 from ..policy import Policy
 from . import optimizers, unscale
 from .buffer_snapshot import BufferSnapshot
@@ -284,7 +283,7 @@ class Engine:
     def take_rest(self) -> None:
         """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
         stepped = self.params.parameters()
-        is_unchecked = self.flags.is_clear and attributes.has_any(attributes.gradients(stepped))
+        is_unchecked = self.flags.is_clear and unscale.have_any(stepped)
         if not is_unchecked and not self.gradients.has_plain:
             return
         flag = self.flags.new() if self.scales.check else None

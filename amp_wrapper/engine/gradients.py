@@ -146,7 +146,7 @@ class Gradients:
     @property
     def has_plain(self) -> bool:
         """Whether something lies on weights that carries no scale, and whose masters have the other gradients."""
-        return self.after_each_pass and attributes.has_any(attributes.gradients(self.params.behind_masters))
+        return self.after_each_pass and unscale.have_any(self.params.behind_masters)
 
     # -- at a step -----------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Gradients:
             return attributes.gradients(lists.parameters)
         found = attributes.gradients(lists.weights)
         # of losses that contain masters themselves
-        if attributes.has_any(attributes.gradients(self.params.masters)):
+        if unscale.have_any(self.params.masters):
             direct = attributes.gradients(lists.parameters)
             return [g if d is g else ops.add_gradients(d, g) for d, g in zip(direct, found)]
         return found
@@ -202,8 +202,8 @@ class Gradients:
 
     def is_there(self) -> bool:
         """Whether there is any."""
-        found = [*attributes.gradients(self.params.parameters()), *attributes.gradients(self.params.behind_masters)]
-        return attributes.has_any([*found, *self._aside])
+        aside = any(grad is not None for grad in self._aside)
+        return aside or unscale.have_any([*self.params.parameters(), *self.params.behind_masters])
 
     def save(self, lists: StepLists) -> list[Tensor | None]:
         """Copies of those that wait, in the order of the groups, for a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,6 @@ from ..casting import fp32_values
 from ..casting.masters import StepLists
 from ..compiler_internals import untraced
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
-from ..ops import attributes
 from ..optim.fused import FusedOptimizer, Update
 from ..shards import local
 from .clipping import GradientClip, ShardNorm
@@ -169,7 +169,7 @@ def _for_fused(
                 'master_weights=True.'
             )
         return found
-    can = fits and not hooked and lists.devices <= {engine.device} and attributes.has_any(found)
+    can = fits and not hooked and lists.devices <= {engine.device} and any(map(operator.is_not, found, repeat(None)))
     return found if can and not _clips_frozen(clip, lists.weights, found) else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 
 from torch import Tensor, nn
 
@@ -37,6 +38,11 @@ def multiply(parameters: Sequence[nn.Parameter], factor: Tensor | None, found_in
     if (factor is not None or found_inf is not None) and (values := values_of(parameters)):
         with _refused_gradients():
             ops.multi_tensor_scale(values, values, factor, found_inf)
+
+
+def have_any(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether one of them has a gradient."""
+    return any(map(operator.is_not, attributes.gradients(parameters), repeat(None)))
 
 
 def values_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -114,11 +114,6 @@ def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     return [tensor.grad for tensor in tensors]
 
 
-def has_any(found: Sequence[Tensor | None]) -> bool:
-    """Whether one of them is not None."""
-    return any(map(operator.is_not, found, repeat(None)))
-
-
 @_compiled
 def set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | None) -> None:
     """Set ``.grad`` of each tensor.
