@@ -215,8 +215,12 @@ class Ddp:
 
     def _find(self) -> dict[DistributedDataParallel, list[nn.Parameter]]:
         """Find the DDPs that average what the optimizer steps, with their parameters, trainable or not."""
-        self._add(notice.ddp() for notice in self._notices if notice.ddp is not None)
-        weights = self._weights() if self.ddps else []
+        for notice in self._notices:
+            if notice.ddp is not None:
+                self._add([notice.ddp()])
+        if not self.ddps:
+            return {}
+        weights = self._weights()
         seen = len(self.ddps), [id(weight) for weight in weights]
         if seen != self._seen:
             self._seen = seen
