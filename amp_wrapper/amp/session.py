@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..casting import hugging_face, region
 from ..casting.sharding import Sharding
 from ..engine import Engine, attach_together, new_scalers, own_methods, take_step
-from ..engine.attach import take_over
+from ..engine.attach import join_models
 from ..engine.host_read import LateRead
 from ..engine.optimizers import check_owners
 from ..engine.own_methods import put_in_front
@@ -83,7 +83,7 @@ class Session:
         theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self.engines, models, policy, sharding)
         for engine in self.engines:
-            take_over(engine, theirs)
+            join_models(engine, theirs)
             if tells and policy.verbosity >= 1 and not engine.is_plain:
                 name = type(engine.optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
                 engine.observers.append(Watch(name, not engine.scales.is_one))

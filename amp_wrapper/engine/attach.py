@@ -186,7 +186,7 @@ def _carry_out(
             cast_module.copies_are_fp32([root for _, root in plan.roots])
 
 
-def take_over(engine: Engine, models: Sequence[nn.Module]) -> None:
+def join_models(engine: Engine, models: Sequence[nn.Module]) -> None:
     """Go on with models of earlier optimizers; gradients that their masters have from before are no news.
 
     Args:

@@ -37,9 +37,9 @@ def scale(engine: Engine, loss: Tensor, loss_id: int = 0, together: Sequence[Eng
 
 def _scale_of(engine: Engine, loss_id: int) -> Tensor | None:
     """The scale of the coming pass, a float32 scalar: that of gradients which FSDP2 keeps, or the present one; None for 1."""
-    held = engine.gradients.held
+    kept = engine.gradients.kept_by_fsdp
     # it may have moved since, where engines share it
-    return held[1] if held is not None and held[0] == loss_id else engine.scales.pinned(loss_id)
+    return kept[1] if kept is not None and kept[0] == loss_id else engine.scales.pinned(loss_id)
 
 
 @untraced
@@ -150,21 +150,21 @@ class _Pass:
         engine, gradients = self.engine, self.engine.gradients
         engine.tidy_up()
         if engine.shard_groups and self._is_named and self._scale is not None:
-            self._hold(self._scale, hold_back(engine.shard_groups))
+            self._note_kept(self._scale, hold_back(engine.shard_groups))
         if engine.scales.check or not self._is_named:
             self.flag = engine.flags.new()
         gradients.begin_pass(self._scale, engine.ddp.averages(), engine.flags.skipped(but=self._loss_id))
 
-    def _hold(self, scale: Tensor, keeps: bool) -> None:
+    def _note_kept(self, scale: Tensor, keeps: bool) -> None:
         """FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
-        held, loss_id = self.engine.gradients.held, self._loss_id or 0
-        if held is not None and held[0] != loss_id:
+        kept, loss_id = self.engine.gradients.kept_by_fsdp, self._loss_id or 0
+        if kept is not None and kept[0] != loss_id:
             raise AmpUsageError(
-                f'backward() of loss {loss_id} while FSDP2 keeps gradients of loss {held[0]} until they are averaged '
+                f'backward() of loss {loss_id} while FSDP2 keeps gradients of loss {kept[0]} until they are averaged '
                 f'(set_requires_gradient_sync(False)): their scales would mix. Finish the accumulation of one loss before the '
                 f'next, or use one loss_id for both.'
             )
-        self.engine.gradients.held = (loss_id, scale) if keeps else None
+        self.engine.gradients.kept_by_fsdp = (loss_id, scale) if keeps else None
 
     def end(self) -> None:
         """Bring everything home."""

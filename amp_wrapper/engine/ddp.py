@@ -39,14 +39,14 @@ class Notice:
     Attributes:
         ddp: The DDP that ran the model last.
         averages: Of a DDP: whether the next backward pass averages; None before any call with gradients.
-        is_used: Whether that pass has begun.
+        backward_has_begun: Whether that pass has begun.
         listened: The parameters, by id, that its reducer listens to.
     """
 
     def __init__(self) -> None:
         self.ddp: ReferenceType[DistributedDataParallel] | None = None
         self.averages: bool | None = None
-        self.is_used = False
+        self.backward_has_begun = False
         self.listened: frozenset[int] = frozenset()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -61,8 +61,8 @@ class Notice:
         """Note what a forward call of a DDP decides."""
         if torch.is_grad_enabled():
             # DDP averages in the backward pass that comes next, even if a call under no_sync lies in between
-            is_promised = self.averages is True and not self.is_used
-            self.averages, self.is_used = ddp.require_backward_grad_sync or is_promised, False
+            is_promised = self.averages is True and not self.backward_has_begun
+            self.averages, self.backward_has_begun = ddp.require_backward_grad_sync or is_promised, False
 
     @constant_when_traced
     def find(self) -> bool:
@@ -104,9 +104,9 @@ class Ddp:
         self._speaks = speaks
         self._notices: list[Notice] = []
         # the DDPs that average what the optimizer steps, with their parameters, and what was looked at to find them
-        self._own: dict[DistributedDataParallel, list[nn.Parameter]] = {}
+        self._averaging: dict[DistributedDataParallel, list[nn.Parameter]] = {}
         self._seen: tuple[int, list[int]] = (0, [])
-        self._outside: list[nn.Parameter] = []
+        self._unaveraged: list[nn.Parameter] = []
         self._add(module for model in models for module in model.modules())
 
     # -- attaching ---------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class Ddp:
     def averages(self) -> bool:
         """Return whether the coming backward pass averages gradients over the ranks, in part at least; True without DDP."""
         for ddp in self._find():
-            _notice_of(ddp).is_used = True
-        return not self._own or any(map(_averages, self._own))
+            _notice_of(ddp).backward_has_begun = True
+        return not self._averaging or any(map(_averages, self._averaging))
 
     def is_local(self) -> bool:
         """Return whether the last forward call of any of the DDPs was under ``no_sync``."""
@@ -205,7 +205,7 @@ class Ddp:
 
     def same_everywhere(self) -> bool:
         """Return whether every rank has the same gradients now: plain averages, all of them. False without DDP."""
-        plain = not self.is_local() and not self._outside and not any(map(internals.comm_hooks, self._own))
+        plain = not self.is_local() and not self._unaveraged and not any(map(internals.comm_hooks, self._averaging))
         return plain and len(self.groups()) == 1
 
     # -- which DDPs --------------------------------------------------------------------------------------------------
@@ -225,17 +225,17 @@ class Ddp:
         if seen != self._seen:
             self._seen = seen
             found = {ddp: _parameters(ddp) for ddp in self.ddps}
-            self._own = {ddp: found[ddp] for ddp in found if not set(seen[1]).isdisjoint(map(id, found[ddp]))}
-            inside = {id(parameter) for parameters in self._own.values() for parameter in parameters}
-            self._outside = [weight for weight in weights if weight.requires_grad and id(weight) not in inside]
-            if self._outside and self._speaks and any(ddp.process_group.size() > 1 for ddp in self.ddps):
+            self._averaging = {ddp: found[ddp] for ddp in found if not set(seen[1]).isdisjoint(map(id, found[ddp]))}
+            inside = {id(parameter) for parameters in self._averaging.values() for parameter in parameters}
+            self._unaveraged = [weight for weight in weights if weight.requires_grad and id(weight) not in inside]
+            if self._unaveraged and self._speaks and any(ddp.process_group.size() > 1 for ddp in self.ddps):
                 self._speaks = False
-                names = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in self._outside]
+                names = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in self._unaveraged]
                 logger.warning(
                     f'amp: no DistributedDataParallel averages the gradients of {some(names)}, which the optimizer steps: each '
                     f'rank trains its own. Wrap the module that holds them, or freeze them.'
                 )
-        return self._own
+        return self._averaging
 
 
 def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:

@@ -40,7 +40,7 @@ class Stage(enum.Enum):
 
 
 class StepObserver:
-    """Is told of losses and steps, as they come. It changes nothing; an engine without one calls nothing."""
+    """Watches losses and steps, as they come, and changes nothing. An engine without one calls nothing."""
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
         """A loss is about to be scaled by the scale of ``engine``, for a backward pass."""
@@ -102,7 +102,7 @@ class Engine:
         label, observers: What log lines call this engine, where there are several; what watches its steps.
         in_own_step: Whether the optimizer's own ``step`` runs.
         pending: Read from a checkpoint before there was a model to put it into.
-        knows_pairs: How many pairs of weight and master there were in the process when a step last looked for late ones.
+        pairs_checked: How many pairs of weight and master there were in the process when a step last looked for late ones.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Engine:
         self.kept: Mapping[int, kept.Kept] = {}
         self.pending: SavedAmp | None = None
         self.in_own_step = False
-        self.knows_pairs = -1
+        self.pairs_checked = -1
         # no method of its own, which would be a cycle
         self._find_optimizer = (
             optimizer if isinstance(optimizer, ReferenceType) else functools.partial(_same, optimizer)
@@ -274,20 +274,20 @@ class Engine:
         # parameters that add_param_group has added get their masters
         self.lists()
         self.gradients.drop_stepped()
-        self.take_rest()
-        is_kept = self.gradients.held is not None or (self.shard_groups and hold_back(self.shard_groups))
+        self.check_rest()
+        is_kept = self.gradients.kept_by_fsdp is not None or (self.shard_groups and hold_back(self.shard_groups))
         if self.flags.has_arrived and not is_kept and not self.gradients.is_there():
             # the model's own zero_grad() has cleared the gradients, or the script
             self._drop_flags()
 
-    def take_rest(self) -> None:
+    def check_rest(self) -> None:
         """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
         stepped = self.params.parameters()
         is_unchecked = self.flags.is_clear and unscale.have_any(stepped)
         if not is_unchecked and not self.gradients.has_plain:
             return
         flag = self.flags.new() if self.scales.check else None
-        self.gradients.take_plain(flag, bool(self.ddp.groups()))
+        self.gradients.add_plain(flag, bool(self.ddp.groups()))
         if flag is not None:
             if is_unchecked:
                 ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)
@@ -366,7 +366,7 @@ class Engine:
 
     def _drop_flags(self) -> None:
         """Gradients are cleared without a step: shared loss scales learn from them all the same."""
-        learns = self.scales.are_shared and any(self.flags.used) and self.gradients.held is None
+        learns = self.scales.are_shared and any(self.flags.used) and self.gradients.kept_by_fsdp is None
         if learns and not self.ddp.is_local():
             if self.params.layout.groups:
                 self.agree()

@@ -38,17 +38,17 @@ class Gradients:
     Attributes:
         params, after_each_pass: As given.
         in_backward: Whether a pass is under way that may add to them.
-        held: Where FSDP2 keeps gradients of several passes until one averages them: the loss that they are of, and its scale
-            then, a float32 scalar. None where nothing is kept.
+        kept_by_fsdp: Where FSDP2 keeps gradients of several passes until one averages them: the loss that they are of, and its
+            scale then, a float32 scalar. None where nothing is kept.
     """
 
     def __init__(self, params: Masters, after_each_pass: bool) -> None:
         self.params = params
         self.after_each_pass = after_each_pass
         self.in_backward = False
-        self.held: tuple[int, Tensor] | None = None
+        self.kept_by_fsdp: tuple[int, Tensor] | None = None
         # whether sums have not been averaged over the ranks
-        self._is_local = False
+        self._is_unaveraged = False
         # the masters' gradients while a pass is under way: what it brings to masters themselves carries its scale
         self._aside: list[Tensor | None] = []
         self._versions = b''
@@ -56,28 +56,28 @@ class Gradients:
     # -- around a backward pass ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin_pass(self, scale: Tensor | None, is_averaged: bool, known: Tensor | None) -> None:
+    def begin_pass(self, scale: Tensor | None, is_averaged: bool, found_before: Tensor | None) -> None:
         """A backward pass is about to add to what waits.
 
         Args:
             scale: That of its loss, a float32 scalar; None for 1.
             is_averaged: Whether DDP averages what lies on the weights afterwards.
-            known: float32 scalar, above 0 where what waits is non-finite already, by another loss; None for finite. Zeros take
-                its place, for the step will be skipped: so this pass answers for its own infinities alone.
+            found_before: float32 scalar, above 0 where what waits is non-finite already, by another loss; None for finite. Zeros
+                take its place, for the step will be skipped: so this pass answers for its own infinities alone.
         """
         self.drop_stepped()
         self.in_backward = True
         if not self.after_each_pass:
             return
         masters, own = self.params.masters, self.params.without_master()
-        if self._is_local and is_averaged:
+        if self._is_unaveraged and is_averaged:
             self._hand_over(scale)
-        self._is_local = not is_averaged
+        self._is_unaveraged = not is_averaged
         self._aside = attributes.gradients(masters)
         attributes.set_gradients(masters, None)
         unscale.multiply(own, scale)
-        if known is not None:
-            self.zero_where(known)
+        if found_before is not None:
+            self.zero_where(found_before)
         self._versions = self._count_writes()
 
     def _hand_over(self, scale: Tensor | None) -> None:
@@ -132,14 +132,14 @@ class Gradients:
         for values in unscale.values_of([*self.params.parameters(), *self.params.behind_masters]):
             values.masked_fill_(flag.to(values.device) > 0, 0)
 
-    def take_plain(self, found_inf: Tensor | None, is_local: bool) -> None:
+    def add_plain(self, found_inf: Tensor | None, is_unaveraged: bool) -> None:
         """Add what lies on weights, without a scale, to their masters' gradients.
 
         Args:
             found_inf: As for :meth:`end_pass`.
-            is_local: Whether it may not be averaged over the ranks yet.
+            is_unaveraged: Whether it may not be averaged over the ranks yet.
         """
-        self._is_local = self._is_local or is_local
+        self._is_unaveraged = self._is_unaveraged or is_unaveraged
         with torch.no_grad():
             unscale.add_to_masters(self.params.behind_masters, self.params.masters, None, found_inf)
 
@@ -188,7 +188,7 @@ class Gradients:
 
     def clear(self, set_to_none: bool) -> None:
         """The optimizer's own were cleared: clear those of the weights behind masters."""
-        self._aside, self._is_local, self.held = [], False, None
+        self._aside, self._is_unaveraged, self.kept_by_fsdp = [], False, None
         if set_to_none:
             attributes.set_gradients(self.params.behind_masters, None)
             return

@@ -73,7 +73,7 @@ def take_step(
     if engine.gradients.after_each_pass:
         if engine.gradients.has_plain:
             engine.gradients.drop_stepped()
-        engine.take_rest()
+        engine.check_rest()
     if kwargs.get('closure') is not None:
         return _step_with_closure(engine, clip, run)
     engine.params.before_step()
@@ -104,7 +104,7 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
         raise AmpUsageError(
             'step() inside a "with amp.scale_loss(...)" block: gradients are still scaled there. Step after the block.'
         )
-    if not params.have_fp32_values and engine.knows_pairs != fp32_values.pairs_made:
+    if not params.have_fp32_values and engine.pairs_checked != fp32_values.pairs_made:
         _check_late_masters(engine)
     if kwargs.get('closure') is not None:
         if scales.is_one and not params.have_fp32_values:
@@ -128,7 +128,7 @@ def _check_late_masters(engine: Engine) -> None:
             f'steps, since the model was initialised again at another level. This one would round what it does to them. Step '
             f'the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
         )
-    engine.knows_pairs = fp32_values.pairs_made
+    engine.pairs_checked = fp32_values.pairs_made
 
 
 def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> StepResult:
