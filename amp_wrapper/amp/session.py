@@ -1,6 +1,6 @@
 """The session that one call of ``amp.initialize`` makes: one engine for each optimizer, whose ``step`` calls the engine.
 
-The tables below are the only global state. They hold weak references: a session lives as long as one of its optimizers.
+The tables below, and those of ``known_models``, hold weak references: a session lives as long as one of its optimizers.
 Nothing that outlives a step may hold an engine; hooks in the graph of a loss would, since scripts keep old losses.
 """
 

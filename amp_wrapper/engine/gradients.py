@@ -62,8 +62,8 @@ class Gradients:
         Args:
             scale: That of its loss, a float32 scalar; None for 1.
             is_averaged: Whether DDP averages what lies on the weights afterwards.
-            found_before: float32 scalar, above 0 where what waits is non-finite already, by another loss; None for finite. Zeros
-                take its place, for the step will be skipped: so this pass answers for its own infinities alone.
+            found_before: float32 scalar, above 0 where what waits is non-finite already, by another loss; None for finite. Then
+                zeros take its place, for the step will be skipped: so this pass answers for its own infinities alone.
         """
         self.drop_stepped()
         self.in_backward = True

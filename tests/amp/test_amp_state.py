@@ -238,6 +238,16 @@ def test_session_ends_with_its_optimizer_whatever_is_left_of_a_training(kept: st
         del both
 
 
+@pytest.mark.usefixtures('no_collection')
+def test_monitor_that_is_closed_lets_go_of_the_model() -> None:
+    model, optimizer = initialised('O2')
+    with amp.monitor(optimizer) as monitor:
+        step(model, optimizer, 0, 1.0)
+    gone = weakref.ref(model)
+    del model, optimizer
+    assert gone() is None and monitor.diagnoses == []
+
+
 def in_block(model: nn.Module, optimizer: Optimizer) -> None:
     with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
         scaled.backward()

@@ -87,17 +87,3 @@ def foreign_pages() -> list[Path]:
 def not_installed(names: Iterable[str]) -> list[str]:
     """Those of the packages that this environment lacks."""
     return sorted(name for name in names if find_spec(name) is None)
-
-
-def table(text: str, header: str) -> list[list[str]]:
-    """The rows of the Markdown table whose header line begins with ``header``, the header first."""
-    lines = text.splitlines()
-    starts = [index for index, line in enumerate(lines) if line.startswith(f'| {header} |')]
-    assert len(starts) == 1, f'{len(starts)} tables with a first column {header!r}'
-    rows = []
-    for line in lines[starts[0] :]:
-        if not line.startswith('|'):
-            break
-        rows.append([cell.strip() for cell in line.strip('|').split('|')])
-    del rows[1]
-    return rows

@@ -21,11 +21,11 @@ from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS
 from processes import python
-from snippets import FENCE, PAGES, foreign_packages, imported, not_installed, run_code, snippets, table, titled
+from snippets import FENCE, PAGES, foreign_packages, imported, not_installed, run_code, snippets, titled
 from torch import nn
 
 import amp_wrapper
-from amp_wrapper import AmpOptimWrapper, resolve
+from amp_wrapper import AmpOptimWrapper
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
@@ -143,27 +143,6 @@ def test_docstring_examples_run() -> None:
     assert ''.join(report) == '' and len(tests) > 3
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def name_of_type(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix('torch.')
-
-
-def test_levels_of_the_readme_are_those_of_the_policy() -> None:
-    expected = []
-    for level in LEVELS:
-        p = resolve(level)
-        weights = name_of_type(p.cast_model_type or torch.float32)
-        norm = 'float32' if p.keep_batchnorm_fp32 else weights
-        autocast = 'off' if p.autocast_dtype is None else name_of_type(p.autocast_dtype)
-        scale = 'dynamic' if p.loss_scale.dynamic else f'{p.loss_scale.init_scale:g}'
-        expected.append([level, weights, norm, autocast, 'yes' if p.master_weights else 'no', scale])
-    header, *rows = table((ROOT / 'README.md').read_text(), 'level')
-    assert header[1:6] == ['weights', 'BatchNorm', 'autocast', 'masters', 'loss scale']
-    assert [row[:6] for row in rows] == expected
-
-
 # -- links, paths, commands, names ------------------------------------------------------------------------------------
 
 
@@ -191,31 +170,3 @@ def test_links_and_paths_lead_to_files() -> None:
     assert [link for page in pages for link in broken_links(page, page.read_text())] == []
     planted = '[a](docs/none.md) [b](LICENSE) [c](docs/nan.md#nowhere) [d](https://a.org) `tests/none.py`'
     assert len(broken_links(ROOT / 'README.md', planted)) == 3
-
-
-def test_commands_of_the_pages_have_their_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """Targets of make exist, and each option of our command is in its help."""
-    targets = set(re.findall(r'^([\w-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
-    texts = {page.name: page.read_text() for page in (*PAGES, ROOT / 'CONTRIBUTING.md')}
-    lines = [(name, line) for name, text in texts.items() for _, code in snippets(text, 'bash')
-             for line in code.replace('\\\n', ' ').splitlines()]  # fmt: skip
-    lines += [
-        (name, line) for name, text in texts.items() for line in re.findall(r'`((?:amp-wrapper|make) [^`\n]+)`', text)
-    ]
-    wrong, helps = [], {}
-    for name, line in lines:
-        words = shlex.split(re.split(r' [|>]', line)[0], comments=True)
-        if words[:1] == ['make'] and words[1:] and '=' not in words[1] and words[1] not in targets:
-            wrong.append(f'{name}: {line}')
-        if words[:1] == ['amp-wrapper'] and len(words) > 2 and words[1][0] != '-':
-            if words[1] not in helps:
-                from amp_wrapper.cli import main
-
-                with pytest.raises(SystemExit):
-                    main([words[1], '--help'])
-                helps[words[1]] = capsys.readouterr().out
-            unknown = [
-                word for word in words if word.startswith('--') and f'{word.split("=")[0]}' not in helps[words[1]]
-            ]
-            wrong += [f'{name}: {line}: {unknown}'] if unknown else []
-    assert wrong == [] and len(helps) > 3
