@@ -113,8 +113,8 @@ class Session:
         """``step`` and ``zero_grad`` of this one object lead through the engine, and the object holds the session."""
         inner = own_methods.inside(optimizer)
         for each in inner:
-            put_in_front(each, 'step', functools.partial(self._step_of, engine, False))
-        put_in_front(optimizer, 'step', functools.partial(self._step_of, engine, bool(inner)))
+            put_in_front(each, 'step', functools.partial(self._step, engine, False))
+        put_in_front(optimizer, 'step', functools.partial(self._step, engine, bool(inner)))
         put_in_front(optimizer, 'zero_grad', functools.partial(self._zero_grad, engine))
 
     def _zero_grad(
@@ -123,7 +123,7 @@ class Session:
         self.thread = threading.get_ident()
         engine.zero_grad(own, **_named('set_to_none', args, kwargs))
 
-    def _step_of(
+    def _step(
         self, engine: Engine, holds: bool, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of ``step`` of an optimizer, or of one inside of it.
@@ -136,35 +136,20 @@ class Session:
             kwargs: Of the call.
         """
         self.thread = threading.get_ident()
-        if engine.in_own_step:
+        # whatever else optimizers of third parties take there
+        closure: Any = args[0] if args else kwargs.get('closure')
+        runs_before = callable(closure) and not engine.is_plain
+        if engine.in_own_step or (runs_before and holds):
+            # an outer one may want the closure in the middle, at other weights: the inner one's step is the one that counts
             return own(*args, **kwargs)
-        if holds and not engine.is_plain and callable(args[0] if args else kwargs.get('closure')):
-            # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
-            return own(*args, **kwargs)
-        return self._step(engine, own, args, kwargs)
-
-    def _step(
-        self,
-        engine: Engine,
-        own_step: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
         optimizer = engine.optimizer
         assert optimizer is not None
         result: list[Any] = []
-        closure = args[0] if args else kwargs.get('closure')
-        if not callable(closure):
-            # whatever else optimizers of third parties take there
-            closure = None
-        if closure is not None and not engine.is_plain:
+        if runs_before:
             # what it brings is scaled, or has masters: it runs before the step, as all optimizers but LBFGS have it
             with torch.enable_grad():
                 result.append(closure())
-            closure = None
-            args, kwargs = (
-                ((None, *args[1:]), kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != 'closure'})
-            )
+            args, kwargs = ((None, *args[1:]), kwargs) if args else ((), {**kwargs, 'closure': None})
         known_models.refuse_scaled(engine.weights())
         # a skipped step is a step to schedulers, which would warn otherwise
         note_step(optimizer)
@@ -172,17 +157,15 @@ class Session:
         def bare_step(**_: Any) -> None:
             # every argument as it came: the engine has to know of closures alone
             try:
-                value = own_step(*args, **kwargs)
+                result.append(own(*args, **kwargs))
             except Exception as error:
-                if result and (isinstance(error, (AssertionError, TypeError)) or 'closure' in str(error).lower()):
+                if runs_before and (isinstance(error, (AssertionError, TypeError)) or 'closure' in str(error).lower()):
                     raise AmpUsageError(_TWO_PARTS.format(name=type(optimizer).__name__)) from error
                 raise
-            if not result:
-                result.append(value)
 
         # optimizers compute in FP32: what is cast for models is not cast here
         casts = nullcontext() if self.policy.autocast_dtype is None else region.suspended()
-        words = {} if closure is None else {'closure': closure}
+        words = {'closure': closure} if callable(closure) and not runs_before else {}
         with casts:
             outcome = take_step(engine, None, bare_step, **words)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

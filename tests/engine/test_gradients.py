@@ -361,14 +361,17 @@ def test_bytes_of_a_parameter(level: str, make: Any) -> None:
         assert resident(run) == 2 + 4 + 8
 
 
-@pytest.mark.parametrize('level', MASTERED)
-def test_weights_whose_masters_have_the_gradient_have_none(level: str) -> None:
+@pairs(level=MASTERED, make=(FusedAdamW, AdamW))
+def test_weights_whose_masters_have_the_gradient_have_none(level: str, make: Any) -> None:
     """18 bytes for each parameter between the block and the step; ``model.zero_grad()`` clears masters, too."""
-    run = Training(level, 'amp')
-    run.backward(run.loss())
-    assert run.weight().grad is None and run.masters()[0].grad is not None
-    run.model.zero_grad()
-    assert run.masters()[0].grad is None
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+    run = Training(level, 'amp', lambda p: make(p, lr=1e-3), model, loss_scale=8.0)
+    for index in range(2):
+        run.backward(run.forward(torch.ones(2, 128)).float().mean())
+        assert resident(run) == 2 + 4 + 8 * index + 4
+        run.step()
+        run.model.zero_grad()
+        assert resident(run) == 2 + 4 + 8
 
 
 # -- clipping --------------------------------------------------------------------------------------------------------------
