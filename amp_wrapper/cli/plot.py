@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='LOG',
         nargs='+',
         help='work dir (its newest training, with all runs that it was resumed in), folder of one run, scalars.json or other '
-        'JSON lines, CSV, or text log of mmengine',
+        'JSON lines',
     )
     parser.add_argument(
         '--out',

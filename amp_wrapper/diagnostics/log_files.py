@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import AmpUsageError, nearest, some
-from .log_rows import NUMBERS, Row, base, is_wanted, resumed_at, rows_of
+from .log_rows import Row, base, rows_of
 from .series import Series
+
+#: How mmengine names the folder of a run.
+_TIME = re.compile(r'\d{8}_\d{6}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +62,14 @@ class Run:
         return {name: each for name, each in self.numbers.items() if not base(name)}
 
 
-def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """The numbers of several trainings, with names that differ.
-
-    Args:
-        paths: As in :func:`read_run`.
-
-    Raises:
-        AmpUsageError: As :func:`read_run`.
-    """
-    names = distinct_names([_candidate_names(Path(path)) for path in paths])
-    return [read_run(path, name) for path, name in zip(paths, names)]
-
-
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
-    """The numbers of one training.
+    """Read the numbers of one training.
 
     Args:
         path: A work dir of mmengine, of which the newest training is read, with all folders that it was resumed in; the folder
-            of one run; a folder that ``amp.monitor`` writes to; or a file: JSON lines (``scalars.json``,
-            ``amp_monitor.jsonl``, or of a script, with ``iteration`` in each line), CSV with a header, or a text log of
-            mmengine. Lines that cannot be read are left out: the last one is often half written.
+            of one run; a folder that ``amp.monitor`` writes to; or a file of JSON lines: ``scalars.json``,
+            ``amp_monitor.jsonl``, or of a script, with ``iteration`` in each line. Lines that cannot be read are left out: the
+            last one is often half written.
         name: For the legend; by default that of the folder.
 
     Raises:
@@ -103,41 +93,31 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
                 f'{some([str(each) for each in below])}.'
             )
         raise AmpUsageError(
-            f'{str(path)!r} has none of the numbers {", ".join(NUMBERS)} beside an iteration. What can be read: a work dir of '
-            f'mmengine, its scalars.json, its text log, and JSON lines or CSV with an "iteration".'
+            f'{str(path)!r} has no JSON lines with an "iteration" and a loss, grad_norm, lr or number of amp.monitor. CSV and '
+            'text logs are not read: give a work dir of mmengine, its scalars.json, the folder of amp.monitor, or such lines.'
         )
     # of a run whose beginning is not there, nobody knows how many of the skips were before
-    known = pieces[0].resumed_at is None and _starts_fresh(rows)
+    known = _starts_fresh(rows)
     skips = {
         # it stands in the log from the first skip on
         key[: -len('amp_skipped')].rstrip('_'): _increments(series, known or series.iterations[0] > rows[0][0])
         for key, series in numbers.items()
         if base(key) == 'amp_skipped'
     }
-    name = name or _candidate_names(path)[0]
-    return Run(name, numbers, skips, tuple(resumed), tuple(piece.file for piece in pieces))
+    return Run(name or names_of([path])[0], numbers, skips, tuple(resumed), tuple(file for file, _ in pieces))
 
 
 # -- which files ---------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """What one file has.
-
-    Attributes:
-        resumed_at: The iteration that the training was resumed from, where its text log says so.
-    """
-
-    file: Path
-    rows: list[Row]
-    resumed_at: int | None = None
+#: A file, and what it has.
+_Piece = tuple[Path, list[Row]]
 
 
 def _pieces(path: Path) -> list[_Piece]:
-    """The files that are one training, in its order; none without numbers."""
+    """Read the files that are one training, in its order; none without numbers."""
     if path.is_file():
-        return [_Piece(path, list(rows_of(path)))]
+        return [(path, rows_of(path))]
     own = _of_folder(path)
     if own is not None:
         return [own]
@@ -147,24 +127,18 @@ def _pieces(path: Path) -> list[_Piece]:
         piece = _of_folder(folder)
         if piece is None:
             continue
-        found.insert(0, piece)
-        if piece.resumed_at is None and _starts_fresh(piece.rows):
+        if found and _starts_fresh(found[0][1], piece[1]):
             break
-    return found or [_Piece(path, [])]
+        found.insert(0, piece)
+    return found or [(path, [])]
 
 
 def _of_folder(folder: Path) -> _Piece | None:
     """The numbers of the folder of one run."""
     shown = folder / 'vis_data' if (folder / 'vis_data').is_dir() else folder
-    logs = sorted(folder.glob('*.log'), reverse=True)
-    # further ranks write logs of their own
-    texts = [each for each in logs if each.stem == folder.name] or logs
-    files = [shown / 'scalars.json', *sorted(shown.glob('[0-9]*.json')), shown / 'amp_monitor.jsonl', *texts]
-    for file in files:
-        rows = list(rows_of(file)) if file.is_file() else []
-        if any(is_wanted(name) for _, values in rows for name in values):
-            return _Piece(file, rows, resumed_at(texts[0]) if texts else None)
-    return None
+    files = [shown / 'scalars.json', *sorted(shown.glob('[0-9]*.json')), shown / 'amp_monitor.jsonl']
+    pieces = ((file, rows_of(file)) for file in files if file.is_file())
+    return next((piece for piece in pieces if piece[1]), None)
 
 
 def _logs_below(folder: Path, levels: int = 2) -> list[Path]:
@@ -176,7 +150,7 @@ def _logs_below(folder: Path, levels: int = 2) -> list[Path]:
     found: list[Path] = []
     for each in below:
         try:
-            is_log = any(piece.rows for piece in _pieces(each))
+            is_log = any(rows for _, rows in _pieces(each))
         except OSError:
             # the others can still be told
             continue
@@ -216,11 +190,16 @@ def _ranges_in(folder: Path, pattern: str) -> list[Path]:
     return [*folder.glob(pattern), *folder.glob(f'vis_data/{pattern}')] if folder.is_dir() else []
 
 
-def _starts_fresh(rows: Sequence[Row]) -> bool:
-    """Whether the first row comes as soon as it would in a training from the beginning."""
-    places = [place for place, _ in rows]
-    gaps = [after - before for before, after in itertools.pairwise(places) if after > before]
-    return not places or not gaps or places[0] <= max(gaps)
+def _starts_fresh(rows: Sequence[Row], before: Sequence[Row] = ()) -> bool:
+    """Whether the first row comes as soon as it would in a training from the beginning.
+
+    Args:
+        rows: Of the training.
+        before: Of the run before it, which has the distance between rows where there is a single one.
+    """
+    known = rows if len(rows) > 1 else before
+    gaps = [after - place for (place, _), (after, _) in itertools.pairwise(known) if after > place]
+    return not rows or not gaps or rows[0][0] <= max(gaps)
 
 
 # -- one training ----------------------------------------------------------------------------------------------------------
@@ -230,25 +209,18 @@ def _joined(pieces: Sequence[_Piece]) -> tuple[list[Row], list[int]]:
     """All rows in rising order, and where the training was resumed: what was repeated is taken from the later file."""
     rows: list[Row] = []
     resumed: list[int] = []
-    for piece in pieces:
+    for _, piece in pieces:
         last = None
-        for place, values in piece.rows:
-            if last is None and piece.resumed_at is not None:
-                _cut(rows, resumed, piece.resumed_at + 1, piece.resumed_at)
-            elif (last is None and rows) or (last is not None and place < last):
-                _cut(rows, resumed, place, place)
+        for place, values in piece:
+            if rows and (last is None or place < last):
+                while rows and rows[-1][0] >= place:
+                    rows.pop()
+                resumed = [each for each in resumed if each < place]
+                if rows:
+                    resumed.append(place)
             last = place
             rows.append((place, values))
     return rows, resumed
-
-
-def _cut(rows: list[Row], resumed: list[int], first: int, mark: int) -> None:
-    """Take away the rows from ``first`` on, and note the resume where some are left."""
-    while rows and rows[-1][0] >= first:
-        rows.pop()
-    resumed[:] = [each for each in resumed if each < mark]
-    if rows:
-        resumed.append(mark)
 
 
 def _numbers(rows: Sequence[Row]) -> dict[str, Series]:
@@ -281,40 +253,24 @@ def _increments(series: Series, known_start: bool) -> Series:
 # -- names -----------------------------------------------------------------------------------------------------------------
 
 
-def _candidate_names(path: Path) -> list[str]:
-    """Names of a log from short to long. Folders named by a time alone say little, and come late."""
-    path = path.absolute()
-    parts = [each for each in path.parts if each not in ('vis_data', path.anchor)]
-    if path.is_file():
-        # files that have the same name in every run
-        fixed = path.stem in ('scalars', 'amp_monitor', 'amp_ranges') or path.suffix == '.log' or path.stem.isdigit()
-        parts[-1:] = [] if fixed or re.fullmatch(r'\d{8}_\d{6}', path.stem) else [path.stem]
-    short = [each for each in parts if not re.fullmatch(r'\d{8}_\d{6}', each)]
-    names = ['/'.join(each[-count:]) for each in (short[-1:], parts) for count in range(1, len(each) + 1)]
-    return list(dict.fromkeys(name for name in names if not re.fullmatch(r'\d{8}_\d{6}', name))) or [path.name]
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Name logs by their last folders or files, by as many as make them differ; equal paths have equal names.
 
-
-def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
-    """One name of each list, all different: the first ones where they differ, longer ones where they do not.
-
-    Equal lists, those of one log, are numbered.
-
-    Args:
-        candidates: Names from short to long, at least one in each list.
+    Folders named by a time alone say little, and stand only where names would be equal without them.
     """
-    chosen = [0] * len(candidates)
-    while True:
-        names = [each[at] for each, at in zip(candidates, chosen)]
-        again = [
-            at
-            for at, name in enumerate(names)
-            if chosen[at] + 1 < len(candidates[at])
-            and any(other == name and list(candidates[at]) != list(candidates[i]) for i, other in enumerate(names))
-        ]
-        if not again:
-            break
-        for at in again:
-            chosen[at] += 1
-    return [
-        name if names.count(name) == 1 else f'{name} ({names[: at + 1].count(name)})' for at, name in enumerate(names)
-    ]
+    whole = [_telling_parts(path.absolute()) for path in paths]
+    names = [next((each for each in reversed(parts) if not _TIME.fullmatch(each)), parts[-1]) for parts in whole]
+    count = 1
+    while len(set(names)) < len(set(map(tuple, whole))):
+        count += 1
+        names = ['/'.join(parts[-count:]) for parts in whole]
+    return names
+
+
+def _telling_parts(path: Path) -> list[str]:
+    """The parts of a path but for those that are the same in every run."""
+    parts = path.parts
+    if path.is_file():
+        fixed = path.stem in ('scalars', 'amp_monitor', 'amp_ranges') or _TIME.fullmatch(path.stem)
+        parts = path.parent.parts if fixed else path.with_suffix('').parts
+    return [each for each in parts if each not in ('vis_data', path.anchor)] or [path.name]

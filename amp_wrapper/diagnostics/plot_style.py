@@ -93,6 +93,21 @@ def mark_iterations(axes: Axes) -> None:
     axes.set_xlabel('iteration')
 
 
+def write_beside(
+    axes: Axes, words: str, place: tuple[float, float], offset: tuple[float, float], **options: Any
+) -> None:
+    """Write small words at an offset in points from a place.
+
+    Args:
+        axes: Get the words.
+        words: What is written.
+        place: In the coordinates of the axes, or those of ``xycoords``.
+        offset: To the right and up.
+        **options: Of ``Axes.annotate``.
+    """
+    axes.annotate(words, place, offset, textcoords='offset points', **{'fontsize': 7.5, 'color': FAINT, **options})
+
+
 def power_text(power: float) -> str:
     """A power of two, for matplotlib."""
     return f'$2^{{{power:.0f}}}$'

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from .log_files import Run
 from .panels import DEFAULT_PANELS, PANELS
-from .plot_style import ALARM, FAINT, line_look, mark_iterations, power_text, styled
+from .plot_style import ALARM, FAINT, line_look, mark_iterations, power_text, styled, write_beside
 from .run_choice import Line, belongs, chosen_runs, has, lines_in, lines_of
-from .series import Series, corners, smoothed, thinned
+from .series import Series, smoothed, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,22 +157,12 @@ def _draw_series(axes: Axes, number: str, series: Series, look: dict[str, Any], 
         axes.plot(drawn.iterations, drawn.values, label='', gid=number, **light)
         drawn = thinned(smooth)
         axes.plot(drawn.iterations, drawn.values, linewidth=1.8, label=label, gid=f'smoothed {number}', **look)
-    elif number.startswith('amp_'):
-        # holds until the next one; logs repeat what was measured last
-        drawn = thinned(corners(points))
-        axes.plot(
-            drawn.iterations,
-            drawn.values,
-            linewidth=1.5,
-            drawstyle='steps-post',
-            label=label,
-            gid=number,
-            **look,
-            **dots,
-        )
     else:
         drawn = thinned(points)
-        axes.plot(drawn.iterations, drawn.values, linewidth=1.3, label=label, gid=number, **look, **dots)
+        # holds until the next one; logs repeat what was measured last
+        style = 'steps-post' if number.startswith('amp_') else 'default'
+        words: dict[str, Any] = {'linewidth': 1.4, 'drawstyle': style, 'label': label, 'gid': number}
+        axes.plot(drawn.iterations, drawn.values, **words, **look, **dots)
     wrong = series.iterations[~np.isfinite(series.values)]
     if len(wrong) and number in ('loss', 'grad_norm'):
         _mark_nonfinite(axes, wrong)
@@ -205,11 +195,10 @@ def _mark_skips(axes: Axes, lines: Sequence[Line]) -> None:
             marked = True
             scales = line.run.members('amp_scale').get(member)
             heights = None if scales is None else _at(scales, skips.iterations)
-            shown = np.isfinite(heights) if heights is not None else None
             options: dict[str, Any] = {} if heights is not None else {'transform': axes.get_xaxis_transform()}
             axes.plot(
                 skips.iterations,
-                np.full(len(skips.values), 0.06) if heights is None or shown is None else heights,
+                np.full(len(skips.values), 0.06) if heights is None else heights,
                 linestyle='none',
                 **_skip_look(len(skips.values)),
                 color=ALARM if len(lines) == 1 else line_look(at)['color'],
@@ -222,9 +211,7 @@ def _mark_skips(axes: Axes, lines: Sequence[Line]) -> None:
             several = skips.values > 1
             if heights is not None and 0 < several.sum() <= 12:
                 for place, count, height in zip(skips.iterations[several], skips.values[several], heights[several]):
-                    axes.annotate(
-                        f'{count:.0f}', (place, height), (6, 4), textcoords='offset points', fontsize=7.5, color=FAINT
-                    )
+                    write_beside(axes, f'{count:.0f}', (place, height), (6, 4))
     if marked:
         axes.set_title(f'{axes.get_title("left")}  (\N{HEAVY MULTIPLICATION X} skipped step)')
     if not any(line.get_gid() == 'amp_scale' for line in axes.lines):
@@ -250,16 +237,8 @@ def _mark_resumes(axes: Axes, runs: Sequence[Run], first: bool, several: bool) -
             colour = line_look(at)['color'] if several and len(runs) > 1 else FAINT
             axes.axvline(place, color=colour, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1, gid='resumed')
             if first:
-                axes.annotate(
-                    'resumed',
-                    (place, 1.0),
-                    (3, -2),
-                    xycoords=axes.get_xaxis_transform(),
-                    textcoords='offset points',
-                    va='top',
-                    fontsize=7.5,
-                    color=colour,
-                )
+                where = axes.get_xaxis_transform()
+                write_beside(axes, 'resumed', (place, 1.0), (3, -2), color=colour, xycoords=where, va='top')
 
 
 def _scale_axis(axes: Axes, numbers: Sequence[str], values: npt.NDArray[np.float64]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from ..errors import AmpUsageError
 from .log_files import ranges_files
+from .log_rows import json_rows
 
 #: What is counted per layer.
 KINDS = ('gradients', 'weights')
@@ -79,13 +79,12 @@ def read_ranges(path: str | os.PathLike[str], member: str = '') -> list[StepRang
     files = ranges_files(path, member)
     for file in files:
         try:
-            with file.open(encoding='utf-8', errors='replace') as lines:
-                for step in map(_step, lines):
-                    if step is not None:
-                        # a resumed training measures again what came after its checkpoint
-                        while found and found[-1].iteration >= step.iteration:
-                            found.pop()
-                        found.append(step)
+            for step in map(_step, json_rows(file)):
+                if step is not None:
+                    # a resumed training measures again what came after its checkpoint
+                    while found and found[-1].iteration >= step.iteration:
+                        found.pop()
+                    found.append(step)
         except OSError as error:
             raise AmpUsageError(f'{str(file)!r} cannot be read: {error.strerror or error}.') from error
     if not found:
@@ -117,10 +116,9 @@ def layers_of(steps: Sequence[StepRanges], kind: str) -> list[str]:
     return list(dict.fromkeys(name for step in steps for name in getattr(step, kind)))
 
 
-def _step(line: str) -> StepRanges | None:
+def _step(row: Mapping[str, Any]) -> StepRanges | None:
     """A line as a measurement; None of one that is no such."""
     try:
-        row = json.loads(line)
         scale = float(row.get('loss_scale') or 1.0)
         # a product with a power of two moves each element by as many places
         shift = round(math.log2(scale)) if row.get('without_scale') and scale > 0 else 0
@@ -132,7 +130,7 @@ def _step(line: str) -> StepRanges | None:
             {str(name): _counts(counts, 0) for name, counts in row['weights'].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        # half written, or damaged
+        # damaged
         return None
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import AmpConfigError, AmpUsageError, nearest, some
-from .plot_style import ALARM, FAINT, INK, mark_iterations, power_text, styled
+from .plot_style import ALARM, INK, mark_iterations, power_text, styled, write_beside
 from .range_files import KINDS, Counts, StepRanges, added, layers_of, read_ranges
 from .ranges import TypeRange, range_of
 
@@ -268,16 +268,7 @@ def _mark_cells(axes: Axes, table: Sequence[Sequence[Counts]], columns: Sequence
     if any(cell.median() is None and not cell.nonfinite for row in table for cell in row):
         words.append('grey: zeros alone, or not measured')
     if words:
-        axes.annotate(
-            '   '.join(words),
-            (1, 1),
-            (0, 5),
-            xycoords='axes fraction',
-            textcoords='offset points',
-            ha='right',
-            fontsize=8,
-            color=FAINT,
-        )
+        write_beside(axes, '   '.join(words), (1, 1), (0, 5), xycoords='axes fraction', ha='right')
 
 
 def _short(name: str, most: int = 42) -> str:
@@ -318,18 +309,9 @@ def _draw_layer(steps: Sequence[StepRanges], names: Sequence[str], title: str) -
         for limit, words in _limit_words(_known(steps)).items():
             if low <= limit <= high:
                 axes.axhline(limit, color=ALARM, linewidth=1.1, linestyle=(0, (4, 2)), gid='limit')
-                below = words.endswith('below')
-                axes.annotate(
-                    words,
-                    (0.995, limit),
-                    (0, -3 if below else 3),
-                    xycoords=axes.get_yaxis_transform(),
-                    textcoords='offset points',
-                    ha='right',
-                    va='top' if below else 'bottom',
-                    fontsize=7.5,
-                    color=ALARM,
-                )
+                offset, side = (-3, 'top') if words.endswith('below') else (3, 'bottom')
+                where = axes.get_yaxis_transform()
+                write_beside(axes, words, (0.995, limit), (0, offset), color=ALARM, xycoords=where, ha='right', va=side)
         step = max(1, (high - low) // 8)
         ticks = [place for place in range(low + 1, high) if place % step == 0]
         # a row of their own for what has no power of two

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from ..errors import AmpConfigError, AmpUsageError, nearest
-from .log_files import Run, distinct_names, read_runs
+from .log_files import Run, names_of, read_run
 from .log_rows import base
 from .panels import DEFAULT_PANELS, PANELS
 from .series import Series
@@ -30,10 +31,10 @@ def chosen_runs(
         problems.append(f'from={first} is after to={last}.')
     if problems:
         raise AmpConfigError(problems)
-    read = iter(read_runs([run for run in runs if not isinstance(run, Run)]))
+    paths = [Path(run) for run in runs if not isinstance(run, Run)]
+    read = iter(list(map(read_run, paths, names_of(paths))))
     whole = [run if isinstance(run, Run) else next(read) for run in runs]
-    names = distinct_names([[run.name] for run in whole])
-    chosen = [dataclasses.replace(run, name=name).between(first, last) for run, name in zip(whole, names)]
+    chosen = [dataclasses.replace(run, name=name).between(first, last) for run, name in zip(whole, _numbered(whole))]
     wanted = {number for name in panels for number in PANELS[name].numbers}
     if any(has(run, number) for run in chosen for number in wanted):
         return chosen
@@ -43,6 +44,14 @@ def chosen_runs(
         raise AmpUsageError(f'nothing to draw {limits}. The logs: {"; ".join(map(summary, whole))}.')
     there = sorted({base(name) or name for run in whole for name in run.numbers})
     raise AmpUsageError(f'nothing to draw: {shown} has none of {", ".join(sorted(wanted))}, but {", ".join(there)}.')
+
+
+def _numbered(runs: Sequence[Run]) -> list[str]:
+    """The names of runs, with a number where several have the same."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else f'{name} ({names[: at + 1].count(name)})' for at, name in enumerate(names)
+    ]
 
 
 def missing(runs: Sequence[Run], panels: Sequence[str] = DEFAULT_PANELS) -> dict[str, list[str]]:

@@ -69,13 +69,3 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
             kept.update((int(piece[np.nanargmin(inside)]), int(piece[np.nanargmax(inside)])))
     chosen = np.array(sorted(kept))
     return Series(series.iterations[chosen], series.values[chosen])
-
-
-def corners(series: Series) -> Series:
-    """The points of a step line where it changes, and its ends."""
-    if len(series.values) <= MOST_POINTS:
-        return series
-    changes = series.values[1:] != series.values[:-1]
-    kept = np.concatenate([[True], changes])
-    kept[-1] = True
-    return Series(series.iterations[kept], series.values[kept])

@@ -68,8 +68,6 @@ def test_skipped_steps_are_diagnosed_and_pages_written(kind: Any, tmp_path: Path
     assert [each.cause for each in watch.diagnoses] == ['input'] * 3
     pages = sorted((tmp_path / 'amp_diagnosis').glob('*.html'))
     assert len(pages) == 3
-    content = json.loads(pages[0].with_suffix('.json').read_text())
-    assert (content['cause'], content['iteration']) == ('input', int(pages[0].stem.removeprefix('iter_')))
     assert 'input 0' in pages[0].read_text()
 
 

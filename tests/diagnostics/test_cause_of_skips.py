@@ -345,11 +345,7 @@ class Parts(nn.Module):
 WATCHED: dict[str, tuple[Act, set[str], str]] = {
     'nan': (nan_input, {'input'}, 'What the model was given holds NaN'),
     'out of range': (lambda x: x * 0 + 3e6, {'input_range', 'forward_range'}, 'numbers up to 3e+06, and the type of'),
-    'within': (
-        lambda x: x * 0 + 6e4,
-        {'forward', 'not_replayed'},
-        'is that of stem (ParametrizedLinear), after numbers',
-    ),
+    'within': (lambda x: x * 0 + 6e4, {'forward', 'not_replayed'}, 'is that of stem (ParametrizedLinear), after'),
 }
 
 

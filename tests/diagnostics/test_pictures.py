@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from amp_wrapper import AmpConfigError, AmpUsageError, cli, plot_runs
+from amp_wrapper import AmpConfigError, cli, plot_runs
 
 Points = list[tuple[float, float]]
 NAN = math.nan
@@ -118,13 +118,10 @@ def test_loss_that_falls_by_orders_of_magnitude_is_on_a_log_axis(tmp_path: Path)
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def run_folder(work_dir: Path, time: str, places: Sequence[int], scale: float, resumed: int | None = None) -> Path:
-    """As mmengine leaves it; its text log says where it was resumed."""
+def run_folder(work_dir: Path, time: str, places: Sequence[int], scale: float) -> Path:
+    """As mmengine leaves it."""
     rows = [{'iter': at, 'step': at, 'amp_scale': scale} for at in places]
-    file = write(work_dir / time / 'vis_data/scalars.json', rows)
-    if resumed is not None:
-        (work_dir / time / f'{time}.log').write_text(f'INFO - resumed epoch: 3, iter: {resumed}\n')
-    return file
+    return write(work_dir / time / 'vis_data/scalars.json', rows)
 
 
 def test_newest_training_of_a_work_dir_with_the_runs_that_it_resumed(tmp_path: Path) -> None:
@@ -134,14 +131,16 @@ def test_newest_training_of_a_work_dir_with_the_runs_that_it_resumed(tmp_path: P
     (axes,) = plot_runs([tmp_path]).axes
     assert {value for _, value in lines(axes)[0]} == {1.0}
     assert {value for _, value in lines(plot_runs([tmp_path / '20260101_000000']).axes[0])[0]} == {8.0}
-    run_folder(tmp_path, '20260104_000000', range(50, 130, 10), 2.0, 40)
+    run_folder(tmp_path, '20260104_000000', [50], 2.0)
+    run_folder(tmp_path, '20260105_000000', range(50, 130, 10), 2.0)
     (axes,) = plot_runs([tmp_path], panels=['scale']).axes
     drawn = lines(axes)
-    # iterations that were run twice are those of the later run; a vertical line says where it was resumed
+    # iterations that were run twice are those of the later run, which a run with a single row does not hide; a vertical line
+    # is at the first row after the resume
     assert [point for points in drawn for point in points if point[1] > 1][:1] == [(50, 2.0)]
     assert (10, 1.0) in drawn[0]
-    assert [[at for at, _ in points] for points in drawn[1:]] in ([[40, 40]], [[40]])
-    assert len(lines(plot_runs([tmp_path], first=50).axes[0])) == 1
+    assert {at for points in drawn[1:] for at, _ in points} == {50}
+    assert len(lines(plot_runs([tmp_path], first=60).axes[0])) == 1
 
 
 def test_file_that_goes_on_after_a_resume(tmp_path: Path) -> None:
@@ -150,29 +149,6 @@ def test_file_that_goes_on_after_a_resume(tmp_path: Path) -> None:
     (axes,) = plot_runs([tmp_path]).axes
     assert lines(axes)[0] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
     assert {at for at, _ in lines(axes)[1]} == {3}
-
-
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({'runs': []}, AmpConfigError, 'runs=[] is empty'),
-    ({'panels': ['los']}, AmpConfigError, "panels='los' is none of loss, grad_norm"),
-    ({'first': 5, 'last': 4}, AmpConfigError, 'from=5 is after to=4'),
-    ({'first': 70}, AmpUsageError, 'nothing to draw from iteration 70'),
-    ({'runs': ['two']}, AmpUsageError, 'those of 2 trainings below it'),
-    ({'runs': ['empty']}, AmpUsageError, 'has none of the numbers'),
-    ({'runs': ['other.json']}, AmpUsageError, 'other.json'),
-]
-
-
-def test_wrong_arguments_and_logs_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path('log.json'), training())
-    for name in 'ab':
-        run_folder(Path('two') / name, '20260101_000000', [1, 2], 1.0)
-    write(Path('other.json'), [{'iteration': 1, 'other': 2}, {'iter': None}])
-    Path('empty').mkdir()
-    for words, error, text in REFUSED:
-        with pytest.raises(error, match=re.escape(text)):
-            plot_runs(**{'runs': ['log.json'], **words})
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -206,35 +182,86 @@ def test_heat_map_of_ranges_has_the_medians(tmp_path: Path, monkeypatch: pytest.
     step = {'dtype': 'float16', 'loss_scale': 1024.0, 'without_scale': True, 'weights': weights}
     rows = [{'iteration': at, 'gradients': each, **step} for at, each in zip((1, 11, 21, 21), steps)]
     write(tmp_path / 'amp_ranges.jsonl', rows, 'damaged\n{"iteration": 31}\n')
-    assert cli.main(['plot', str(tmp_path), '--ranges']) == 0
+    assert cli.main(['plot', str(tmp_path), '--layer', 'head']) == cli.main(['plot', str(tmp_path), '--ranges']) == 0
+    for name in ('layer', 'ranges'):
+        assert (tmp_path / f'amp_{name}.png').read_bytes().startswith(b'\x89PNG')
     meshes = [mesh for axes in figures[-1].axes for mesh in axes.collections if mesh.get_array() is not None]
     # each cell lies around its iteration
     assert meshes[0].get_coordinates()[0, :, 0].tolist() == [-4, 6, 16, 26]
     found = [np.ma.filled(mesh.get_array().astype(float), NAN).tolist() for mesh in meshes]
     assert np.array_equal(found[0], [[-8, NAN, -9], [-6, -2, NAN]], equal_nan=True)
     assert [[-5.0] * 3, [-3.0] * 3] in found
-    axes = figures[0].axes[0]
+    axes = figures[-1].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ['body.weight', 'head.weight']
     # a cross is a layer with numbers that are not finite
     assert sorted(point for points in lines(axes, marks=True) for point in points) == [(11.0, 0.0), (11.0, 1.0)]
 
 
-def test_files_and_what_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SVG has its words as text, and the same picture is the same file; settings of matplotlib stay as they are."""
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a work dir; a backend that nobody has, and no display, change nothing."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / 'cnn/amp_monitor.jsonl', [{**row, 'iteration': row['iter']} for row in training()])
+    monkeypatch.setenv('MPLBACKEND', 'module://no.such.backend')
+    monkeypatch.delenv('DISPLAY', raising=False)
+    write(tmp_path / 'work_dirs/cnn/20260101_000000/vis_data/scalars.json', training())
+    return tmp_path
+
+
+def test_files_and_what_is_left_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SVG has its words as text, and the same picture is the same file; settings of matplotlib stay as they are."""
     before = dict(matplotlib.rcParams)
-    for file in ('new/a.svg', 'b.svg', 'a.png'):
-        assert cli.main(['plot', 'cnn', '--out', file]) == 0
-    said = capsys.readouterr().out
-    assert 'cnn: iterations 1 to 6, 3 steps skipped' in said and 'left out: ' in said
-    text = (tmp_path / 'new/a.svg').read_text()
-    for words in ('Loss', 'Gradient norm', 'skipped step', 'iteration'):
-        assert re.search(f'>[^<]*{words}[^<]*</t', text), words
-    assert (tmp_path / 'b.svg').read_text() == text
-    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
-    assert dict(matplotlib.rcParams) == before
-    for file in ('a.jpg', 'b.svg/c.svg'):
-        assert cli.main(['plot', 'cnn', '--out', file]) == 1
+    for words in ([], ['--out', 'new/a.svg'], ['--out', 'b.svg']):
+        assert cli.main(['plot', 'work_dirs/cnn', *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == 'cnn: iterations 1 to 6, 3 steps skipped'
+    assert 'left out: ' in said[1] and 'amp_plot.png' in said and said[-1] == 'b.svg'
+    assert (here / 'amp_plot.png').read_bytes().startswith(b'\x89PNG')
+    text = (here / 'new/a.svg').read_text()
+    for part in ('Loss', 'Gradient norm', 'skipped step', 'iteration'):
+        assert re.search(f'>[^<]*{part}[^<]*</t', text), part
+    assert (here / 'b.svg').read_text() == text and dict(matplotlib.rcParams) == before
+    options = '--out a/b.svg --format both --from 2 --to 3 --panels scale --title T'.split()
+    assert cli.main(['plot', 'work_dirs/cnn', *map(str, here.rglob('scalars.json')), *options]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(':')[0] for line in said[:2]] == ['work_dirs/cnn', 'cnn/20260101_000000']
+    assert said[0].endswith('iterations 2 to 3, 2 steps skipped') and said[-2:] == ['a/b.png', 'a/b.svg']
+    text = (here / 'a/b.svg').read_text()
+    assert '>T</text>' in text and 'Loss scale' in text and 'Gradient norm' not in text
+
+
+#: What follows ``plot``, and a part of the error.
+REFUSED = {
+    'work_dirs/cnn --from 5 --to 4': 'from=5 is after to=4',
+    'work_dirs/cnn --from 70': 'nothing to draw from iteration 70',
+    'two': 'those of 2 trainings below it',
+    'empty': "'empty' has no JSON lines",
+    'other.json': "'other.json' has no JSON lines",
+    'log.csv': 'CSV and text logs are not read: give a work dir',
+    'run.log --ranges': "'run.log' has no JSON lines",
+    'work_dirs/cnn --out a.jpg': '.png or .svg',
+    'ranges --layer fd': "layer='fd'",
+    'ranges work_dirs/cnn --ranges': 'give one',
+    'ranges --ranges --layer fc': 'give one',
+    'ranges --ranges --panels loss': '--panels',
+}
+
+
+def test_wrong_words_and_logs_without_numbers_draw_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AmpConfigError, match=r'runs=\[\] is empty'):
+        plot_runs([])
+    with pytest.raises(AmpConfigError, match="panels='los' is none of loss, grad_norm"):
+        plot_runs(['work_dirs/cnn'], panels=['los'])
+    for name in 'ab':
+        run_folder(Path('two') / name, '20260101_000000', [1, 2], 1.0)
+    write(Path('other.json'), [{'iteration': 1, 'other': 2}, {'iter': None}])
+    write(Path('ranges/amp_ranges.jsonl'), [{'iteration': 1, 'gradients': {}, 'weights': {'fc': counts({-3: 3})}}])
+    Path('empty').mkdir()
+    Path('log.csv').write_text('iteration,loss\n1,0.5\n2,0.25\n')
+    Path('run.log').write_text('INFO - Iter(train) [ 10/100]  lr: 1.0000e-02  loss: 0.5000\n')
+    for words, text in REFUSED.items():
+        assert cli.main(['plot', *words.split()]) == 1
+        said = capsys.readouterr()
+        assert text in said.err and said.err.count('\n') == 1 and said.out == '', words
+    assert not [*here.glob('*.png'), *here.glob('*.svg')]
+    assert cli.main(['plot', 'work_dirs/cnn', '--out', 'log.csv/c.svg']) == 1
+    assert 'log.csv/c.svg' in capsys.readouterr().err

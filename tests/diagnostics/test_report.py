@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -336,15 +335,6 @@ def test_write_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match='No space'):
         report.write(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.xfail(strict=True, reason='diagnostics', raises=ModuleNotFoundError)
-def test_text_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not among the packages that an installation brings."""
-    report = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O5')
-    for name in {'rich', *(name for name in sys.modules if name.startswith('rich.'))}:
-        monkeypatch.setitem(sys.modules, name, None)
-    assert 'Linear' in str(report)
 
 
 @pytest.mark.xfail(strict=True, reason='diagnostics')

@@ -80,14 +80,9 @@ def test_scale_that_cannot_fall_is_reported(level: str, static: bool) -> None:
 def test_dynamic_scale_that_falls_at_the_start_is_no_warning(level: str, log: list[str]) -> None:
     """A skip after a step that was taken, and one at a static scale, are."""
     for scale, factors in (('dynamic', [torch.inf, torch.inf, 0.01, torch.inf]), (8.0, [torch.inf])):
-        model: Any = nn.Linear(2, 2)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale)
-        for factor in factors:
-            optimizer.zero_grad()
-            with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+        left = iter(factors)
+        loss_fn = lambda y, left=left: y.sum() * next(left)  # noqa: E731
+        examine(nn.Linear(2, 2), level, [torch.ones(1, 2)] * len(factors), loss_fn, loss_scale=scale, verbosity=1)
     said = [line.split()[0] for line in log if 'optimizer step skipped' in line]
     assert said == ['INFO', 'INFO', 'WARNING', 'WARNING']
 

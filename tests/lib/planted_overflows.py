@@ -173,7 +173,6 @@ def examine(
     before: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None,
     passes: int = 1,
     folder: Any = None,
-    max_reports: int = 10,
     call: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> list[Diagnosis]:
@@ -183,7 +182,6 @@ def examine(
         before: Called before each forward pass with its number.
         passes: Backward passes of a step; their gradients stay scaled until the last one.
         folder: Of reports.
-        max_reports: Of this training.
         call: What is called in place of the model.
     """
     if level == 'O0':
@@ -191,7 +189,7 @@ def examine(
         options.setdefault('loss_scale', 'dynamic')
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, **{'verbosity': 0, **options})
-    with amp.monitor(optimizer, folder=folder, max_reports=max_reports) as watch:
+    with amp.monitor(optimizer, folder=folder) as watch:
         for index, x in enumerate(inputs):
             last = (index + 1) % passes == 0
             if before is not None:
