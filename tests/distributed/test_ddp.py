@@ -46,7 +46,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_wrapper import AmpAttachError, AmpUsageError, amp
-from amp_wrapper.engine.ddp import Ddp, Notice
+from amp_wrapper.engine.ddp import Notice
 
 HOOKS = {
     'average': default_hooks.allreduce_hook,
@@ -318,23 +318,6 @@ def test_whole_model_that_is_frozen_meanwhile(here: Here, when: str) -> None:
 
 def waits_for_nothing(ids: Iterable[int]) -> bool:
     return False
-
-
-@on_ranks()
-def test_pass_whose_ddp_was_rebuilt_since_is_local(here: Here) -> None:
-    net = Layers()
-    model = wrapped(here, net)
-    ddp = Ddp(lambda: list(net.parameters()), [model])
-    ddp.watch([model])
-    loss = model(batch(here, 0))
-    assert ddp.averages() and not ddp.is_local()
-    net.first.requires_grad_(False)
-    ddp.follow(model, waits_for_nothing)
-    assert not ddp.averages() and ddp.is_local()
-    loss.backward()
-    assert differs(here, grads(net))
-    model(batch(here, 0))
-    assert ddp.averages() and not ddp.is_local()
 
 
 @pairs(level=('O1', 'O2', 'O5'), door=DOORS)

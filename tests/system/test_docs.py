@@ -28,7 +28,6 @@ import amp_wrapper
 from amp_wrapper import AmpOptimWrapper
 
 ROOT = Path(__file__).resolve().parents[2]
-LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 #: A snippet of nothing but assignments and imports, one of them to a name of these, is a config.
 CONFIG_NAMES = frozenset({'optim_wrapper', 'custom_hooks', 'default_hooks', 'custom_imports', 'load_from'})
 
