@@ -137,7 +137,7 @@ def measure() -> list[tuple[str, float, str]]:
     rows.append(('300 modules, FP32, no package', microseconds(lambda: plain(x), 20), ''))
     for level in ('O0', 'O4', 'O5'):
         model = layers()
-        Engine(resolve(level), None).attach(model)
+        attach(Engine(resolve(level), None), model)
         label = '300 modules, O4, no autocast around it' if level == 'O4' else f'300 modules, {level}'
         rows.append((label, microseconds(lambda model=model: model(x), 20), ''))
     half_model = layers().bfloat16()

@@ -66,14 +66,14 @@ class Loop:
         optimizer = FusedSGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.wrapper = AmpOptimWrapper(opt_level=level, optimizer=optimizer, verbosity=0)
         self.wrapper.attach(self.model)
-        self.parts = self.wrapper._engine
+        engine = self.wrapper._engine
         self.rows: list[Tensor] = []
         if way == WAYS[1]:
             self.monitor = Monitor(1, None, self._take)
-            self.parts.observers.append(self.monitor)
+            engine.observers.append(self.monitor)
         elif way == WAYS[2]:
-            attach = attach_members({'': self.parts}, '')
-            self.parts.observers.append(OverflowDiagnosis([self.model], attach, lambda found: ''))
+            attach = attach_members({'': engine}, '')
+            engine.observers.append(OverflowDiagnosis([self.model], attach, lambda found: ''))
 
     def _take(self, row: Tensor) -> None:
         self.rows = [row]
