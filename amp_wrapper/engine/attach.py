@@ -103,7 +103,7 @@ def _cast(
         check_owners([optimizer], [inner], elsewhere, casts=policy.casts_model)
     named = roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine))
     plan = CastPlan(named, policy, leave, average, enter, within=[inner])
-    _carry_out([engine], plan, [inner], [model], leave)
+    _carry_out([engine], policy, plan, [inner], [model], leave)
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in plan.parameters:
             logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
@@ -146,12 +146,13 @@ def attach_together(
         engine.ddp = Ddp(engine.weights, names=engine.names, speaks=policy.verbosity >= 1)
         engine.join([other for other in engines if other is not engine])
     plan = CastPlan(named_roots(models), policy, covers_forward=True)
-    _carry_out(engines, plan, models, models)
+    _carry_out(engines, policy, plan, models, models)
     return plan
 
 
 def _carry_out(
     engines: Sequence[Engine],
+    policy: Policy,
     plan: CastPlan,
     models: Sequence[nn.Module],
     wrapped: Sequence[nn.Module],
@@ -161,6 +162,7 @@ def _carry_out(
 
     Args:
         engines: All that step something of the models.
+        policy: Their configuration.
         plan: What is cast.
         models: Not wrapped.
         wrapped: The same, in DDP or not.
@@ -180,10 +182,9 @@ def _carry_out(
         engine.ddp.watch(wrapped)
         engine.shard_groups = distributed_internals.shard_groups(models)
         _begin(engine, models)
-    for engine in engines[:1]:
-        checks.warn(plan.rounded, plan.momentum, engine.policy)
-        if engine.optimizer is not None and plan.parameters:
-            cast_module.copies_are_fp32([root for _, root in plan.roots])
+    checks.warn(plan.rounded, plan.momentum, policy)
+    if plan.parameters and any(engine.optimizer is not None for engine in engines):
+        cast_module.copies_are_fp32([root for _, root in plan.roots])
 
 
 def join_models(engine: Engine, models: Sequence[nn.Module]) -> None:
