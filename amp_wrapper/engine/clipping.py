@@ -47,11 +47,8 @@ class GradientClip:
         if clip_grad is None:
             return None
         if not isinstance(clip_grad, Mapping) or not clip_grad:
-            raise AmpConfigError(
-                [
-                    f'clip_grad={clip_grad!r} must be a dict such as dict(max_norm=1.0) or dict(type="value", clip_value=1.0).'
-                ]
-            )
+            usual = 'dict(max_norm=1.0) or dict(type="value", clip_value=1.0)'
+            raise AmpConfigError([f'clip_grad={clip_grad!r} must be a dict such as {usual}.'])
         words = dict(clip_grad)
         kind = words.pop('type', 'norm')
         if kind not in _CLIP_KEYS:
@@ -82,12 +79,16 @@ class GradientClip:
         return bool(self.arguments.get('error_if_nonfinite', False))
 
     @property
+    def norm_type(self) -> float:
+        """The order of the norm; infinite for the greatest magnitude."""
+        return float(self.arguments.get('norm_type', 2.0))
+
+    @property
     def is_simple(self) -> bool:
         """Whether gradients are clipped by value, by the Euclidean or by the maximum norm, with a limit on the host."""
         limit = self.arguments[_CLIP_KEYS[self.kind][0]]
-        if isinstance(limit, Tensor) and limit.device.type != 'cpu':
-            return False
-        return self.kind == 'value' or float(self.arguments.get('norm_type', 2.0)) in (2.0, math.inf)
+        is_on_host = not isinstance(limit, Tensor) or limit.device.type == 'cpu'
+        return is_on_host and (self.kind == 'value' or self.norm_type in (2.0, math.inf))
 
     @property
     def fits_prologue(self) -> bool:
@@ -118,14 +119,8 @@ class GradientClip:
         Returns:
             float32 scalar on the device.
         """
-        greatest = float(self.arguments.get('norm_type', 2.0)) == math.inf
-        norm = ops.multi_tensor_maxnorm if greatest else ops.multi_tensor_l2norm
+        norm = ops.multi_tensor_maxnorm if self.norm_type == math.inf else ops.multi_tensor_l2norm
         return norm(gradients, None, found_inf)[0]
-
-    @property
-    def is_two_norm(self) -> bool:
-        """Whether the norm is the Euclidean one."""
-        return float(self.arguments.get('norm_type', 2.0)) == 2.0
 
     def apply(self, parameters: Sequence[Tensor], norm: Tensor | None = None) -> Tensor | None:
         """Clip the gradients of ``parameters`` in place. Collective where they are sharded and ``norm`` is not given.
@@ -175,7 +170,7 @@ class ShardNorm:
     def __init__(
         self, clip: GradientClip, gradients: Sequence[Tensor], replicas: Sequence[int], found_inf: Tensor | None
     ) -> None:
-        self.is_greatest = not clip.is_two_norm
+        self.is_greatest = clip.norm_type != 2.0
         powers = []
         for count in sorted(set(replicas)):
             chosen = [gradient for gradient, number in zip(gradients, replicas) if number == count]
