@@ -21,7 +21,6 @@ from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
 from ..engine import Engine, attach_together, forward_context
-from ..engine.attach import let_go
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..shards import any_sharded
@@ -231,7 +230,7 @@ def sandbox(
             attach(engine, copied)
             yield Sandbox(copied, engine)
         finally:
-            let_go(engine)
+            engine.reset()
 
 
 def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:

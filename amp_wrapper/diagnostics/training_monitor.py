@@ -145,14 +145,15 @@ class TrainingMonitor(StepObserver):
     def close(self) -> None:
         """Write what is left, and watch no longer. Syncs."""
         self.hand_on(wait=True)
-        # it holds the model, and this object
-        diagnosis, self._diagnosis = self._diagnosis, None
+        # they hold the model
+        diagnosis, engine = self._diagnosis, self._engine
+        self._diagnosis = self._engine = None
         if diagnosis is not None:
             diagnosis.disarm()
-        if self._engine is not None:
+        if engine is not None:
             # the list may be in use: a log function may close
             mine = (self, self.numbers, diagnosis)
-            self._engine.observers = [each for each in self._engine.observers if each not in mine]
+            engine.observers = [each for each in engine.observers if each not in mine]
 
     def __enter__(self) -> TrainingMonitor:
         return self

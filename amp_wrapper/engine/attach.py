@@ -92,7 +92,7 @@ def _cast(
     inner = roots.unwrap(model)
     distributed_internals.reshard(inner)
     engine.names = names_of([inner])
-    engine.ddp = Ddp(engine.weights, [model], engine.names, policy.verbosity >= 1)
+    engine.ddp = Ddp(engine.weakly(), [model], engine.names, policy.verbosity >= 1)
     if policy.casts_model and not engine.ddp.ddps:
         check_unknown_listeners(inner)
     engine.ddp.check(policy.casts_model)
@@ -143,7 +143,7 @@ def attach_together(
         shard(models, policy, sharding, [engine.optimizer for engine in engines if engine.optimizer is not None])
     for engine in engines:
         engine.names = names_of(models)
-        engine.ddp = Ddp(engine.weights, names=engine.names, speaks=policy.verbosity >= 1)
+        engine.ddp = Ddp(engine.weakly(), names=engine.names, speaks=policy.verbosity >= 1)
         engine.join([other for other in engines if other is not engine])
     plan = CastPlan(named_roots(models), policy, covers_forward=True)
     _carry_out(engines, policy, plan, models, models)
@@ -220,19 +220,6 @@ def detach(engine: Engine) -> None:
     if not params.have_fp32_values and engine.optimizer is not None and casts:
         _state_to_fp32(engine.optimizer)
     engine.reset()
-
-
-def let_go(engine: Engine) -> None:
-    """For a model that nobody uses any more: its memory, and that of masters and optimizer, is freed with the last reference.
-
-    The hooks of a model hold its engine. An engine holds what it has of the model, and its DDPs hold the engine: all of it
-    would wait for Python to find these cycles.
-
-    Args:
-        engine: Not to be used any more, nor the model; attached, or in the middle of it.
-    """
-    engine.reset()
-    engine.ddp = Ddp(list)
 
 
 def _begin(engine: Engine, models: Sequence[nn.Module]) -> None:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
-from weakref import ReferenceType
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,11 @@ class StepObserver:
     def explain_streak(self, engine: Engine) -> str:
         """Too many steps in a row were skipped: what to add to the error, or an empty string."""
         return ''
+
+
+def _weights_of(reference: ReferenceType[Engine]) -> list[nn.Parameter]:
+    engine = reference()
+    return [] if engine is None else engine.weights()
 
 
 def _same(optimizer: Optimizer | None) -> Optimizer | None:
@@ -138,7 +143,7 @@ class Engine:
     def reset(self) -> None:
         """Let go of the model."""
         self.use_params()
-        self.ddp = Ddp(self.weights)
+        self.ddp = Ddp(self.weakly())
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.casts: plan.CastPlan | None = None
@@ -199,6 +204,7 @@ class Engine:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.reset()
         return copied
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -235,6 +241,10 @@ class Engine:
     def weights(self) -> list[nn.Parameter]:
         """The model's parameters that the optimizer steps: the weights behind masters, and those without a master."""
         return self.params.weights()
+
+    def weakly(self) -> Callable[[], list[nn.Parameter]]:
+        """:meth:`weights` as a function that does not hold the engine, for what the engine holds."""
+        return functools.partial(_weights_of, ref(self))
 
     def lists(self) -> StepLists:
         """What the optimizer steps, and the model weights behind it."""

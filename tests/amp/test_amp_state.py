@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpAttachError, AmpUsageError, FusedAdamW, amp
+from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, FusedAdamW, amp
 
 
 class Net(nn.Module):
@@ -239,13 +239,24 @@ def test_session_ends_with_its_optimizer_whatever_is_left_of_a_training(kept: st
 
 
 @pytest.mark.usefixtures('no_collection')
-def test_monitor_that_is_closed_lets_go_of_the_model() -> None:
-    model, optimizer = initialised('O2')
-    with amp.monitor(optimizer) as monitor:
-        step(model, optimizer, 0, 1.0)
-    gone = weakref.ref(model)
-    del model, optimizer
-    assert gone() is None and monitor.diagnoses == []
+@pytest.mark.parametrize('level', LEVELS)
+def test_memory_of_a_training_is_freed_with_its_model_and_optimizer(level: str) -> None:
+    """Weights and masters, also behind a monitor that is closed, and in a wrapper."""
+    for door in ('amp', 'monitor', 'wrapper'):
+        model, wrapper = Net(), None
+        optimizer: Any = SGD(model.parameters(), lr=0.1)
+        if door == 'wrapper':
+            wrapper = AmpOptimWrapper(opt_level=level, optimizer=optimizer, verbosity=0)
+            wrapper.attach(model)
+            wrapper.update_params(model(torch.ones(3, 4)).float().sum())
+        else:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            with amp.monitor(optimizer) if door == 'monitor' else contextlib.nullcontext():
+                step(model, optimizer, 0, 1.0)
+        left = [weakref.ref(model), weakref.ref(optimizer)]
+        left += [weakref.ref(p) for p in (*model.parameters(), *amp.master_params(optimizer))]
+        del model, optimizer, wrapper
+        assert [reference() for reference in left if reference() is not None] == [], door
 
 
 def in_block(model: nn.Module, optimizer: Optimizer) -> None:
