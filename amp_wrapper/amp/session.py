@@ -274,13 +274,13 @@ def weights_beyond(engine: Engine) -> list[Tensor]:
     Those are the weights that optimizers of other sessions step, but for sessions that another thread uses, whose gradients may
     be under way now; and parameters of its own models that no optimizer has yet.
     """
-    here, mine = threading.get_ident(), {id(weight) for each in (engine, *engine.others) for weight in each.weights()}
-    found = []
+    found: list[Tensor] = []
     for session in _alive():
         if engine in session.engines:
             found += session.unheld
-        elif session.thread == here:
+        elif session.thread == threading.get_ident():
             found += [weight for each in session.engines for weight in each.weights()]
+    mine = {id(weight) for each in (engine, *engine.others) for weight in each.weights()} if found else ()
     return [weight for weight in found if id(weight) not in mine]
 
 
