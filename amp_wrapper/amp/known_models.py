@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..casting import fp32_values
+from ..engine import Engine
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
@@ -89,18 +90,19 @@ def _note(gradient: Tensor) -> None:
     _scaled[gradient] = gradient._version
 
 
-def refuse_scaled(weights: Iterable[Tensor]) -> None:
+def refuse_scaled(engines: Iterable[Engine]) -> None:
     """Refuse gradients of a scaled loss that no block has unscaled.
 
     Raises:
         AmpUsageError: A gradient carries its loss scale.
     """
-    if _scaled and any(_carries_scale(weight.grad) for weight in weights):
+    if _scaled and any(_carries_scale(weight.grad) for engine in engines for weight in engine.weights()):
         raise AmpUsageError(
-            'step() with gradients that carry a loss scale. What torch.autograd.grad(scaled_loss, ...) gives goes into .grad '
-            'inside of the block, or is divided by amp.loss_scale(optimizer). Gradients that a loss brings to parameters which '
-            'no optimizer of its amp.initialize() call steps are cleared (zero_grad) before these are trained; models that '
-            'train together belong in one call: amp.initialize([model0, model1], [optimizer0, optimizer1]).'
+            'gradients that carry a loss scale lie where they would be taken for unscaled ones. What '
+            'torch.autograd.grad(scaled_loss, ...) gives goes into .grad inside of the block, or is divided by '
+            'amp.loss_scale(optimizer). Gradients that a loss brings to parameters which no optimizer of its amp.initialize() '
+            'call steps are cleared (zero_grad) before these are trained; models that train together belong in one call: '
+            'amp.initialize([model0, model1], [optimizer0, optimizer1]).'
         )
 
 

@@ -51,6 +51,7 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
     block = ScaledLoss()
     if is_scaled and result.requires_grad:
         result.register_hook(block)  # type: ignore[no-untyped-call]
+    known_models.refuse_scaled(engines)
     looked_at = [weight for watch, engine in watches if is_scaled and watch.looks for weight in engine.weights()]
     try:
         with (

@@ -150,7 +150,7 @@ class Session:
             with torch.enable_grad():
                 result.append(closure())
             args, kwargs = ((None, *args[1:]), kwargs) if args else ((), {**kwargs, 'closure': None})
-        known_models.refuse_scaled(engine.weights())
+        known_models.refuse_scaled([engine])
         # a skipped step is a step to schedulers, which would warn otherwise
         note_step(optimizer)
 

@@ -193,8 +193,9 @@ def test_repeated_rows_of_a_sparse_gradient_are_added_in_fp32() -> None:
 def test_gradients_of_weights_that_join_the_optimizer_later_are_refused(level: str, optimizer: Any) -> None:
     """They carry the loss scale."""
     script: list[Any] = [('backward', (0, 1), 5), ('add_group',)]
-    with pytest.raises(AmpUsageError, match='carry a loss scale'):
-        check([*script, ('step',)], Amp, Setup(level, optimizer, grouped=1))
+    for act in ('step',), ('backward', (0, 1), 5):
+        with pytest.raises(AmpUsageError, match='carry a loss scale'):
+            check([*script, act], Amp, Setup(level, optimizer, grouped=1))
     check([*script, ('clear',), ('backward', (0, 1), 5), ('step',)], Amp, Setup(level, optimizer, grouped=1))
 
 
