@@ -32,17 +32,11 @@ def to_clip_the_norm_of_masters(net: Part, optimizer: Optimizer, loss: Tensor) -
     nn.utils.clip_grad_norm_(net.trained, 1e-3)
 
 
-def to_clip_the_values_of_masters(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
-    backward(loss, optimizer)
-    nn.utils.clip_grad_value_(net.trained, 1e-3)
-
-
 #: What is forgotten -> words of the warning, the levels that warn, and whether only a scale other than 1 does.
 FORGOTTEN: dict[Callable[[Part, Optimizer, Tensor], None], tuple[str, Sequence[str], bool]] = {
     the_block: ('SGD steps gradients that no amp.scale_loss block brought', LEVELS, True),
     to_use_the_scaled_loss: ('scaled_loss.backward()', LEVELS, True),
     to_clip_the_norm_of_masters: ('amp.master_params(optimizer)', MASTERS, False),
-    to_clip_the_values_of_masters: ('amp.master_params(optimizer)', MASTERS, False),
 }
 
 
