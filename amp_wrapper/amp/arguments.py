@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -14,11 +15,8 @@ from .. import compiler_internals
 from ..casting.cast_module import holds_casts
 from ..errors import AmpAttachError, AmpConfigError, short
 from ..policy import OPTIONS, OptLevel, Policy, SharedOptions, dtype_name, resolve
-from . import known_models
+from .registry import registry
 from .session import Session
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class InitializeOptions(SharedOptions, total=False):
@@ -92,7 +90,7 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
         AmpAttachError: Models of several configurations; another level than theirs.
         AmpConfigError: An argument that was decided together with the models.
     """
-    found = known_models.policies_of(optimizers)
+    found = registry.policies_of(optimizers)
     if not found:
         return policy
     models, levels = found[0], ' and '.join(each.opt_level for each in found)

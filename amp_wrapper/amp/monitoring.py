@@ -12,7 +12,7 @@ from ..diagnostics.overflow import MOST_REPORTS
 from ..diagnostics.training_monitor import MonitorOptions, TrainingMonitor
 from ..engine import Engine, attach_together
 from ..errors import AmpConfigError
-from . import session as amp_session
+from .registry import registry
 
 
 def monitor(
@@ -61,7 +61,7 @@ def monitor(
     )
     if log is not None and not callable(log):
         raise AmpConfigError([f'log={log!r} must be a function of a step and a dict of numbers.'])
-    engine, session = _engine_of(optimizer), amp_session.session_of(optimizer)
+    engine, session = _engine_of(optimizer), registry.session_of(optimizer)
     place = None if folder is None else Path(folder)
     watch = TrainingMonitor(options, place, place, log=log)
     if engine is not None and session is not None:
@@ -125,4 +125,4 @@ def _count(optimizer: Optimizer, place: int) -> int:
 
 
 def _engine_of(optimizer: Optimizer) -> Engine | None:
-    return next(iter(amp_session.engines_of(optimizer)), None)
+    return next(iter(registry.engines_of(optimizer)), None)

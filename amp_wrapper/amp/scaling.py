@@ -11,8 +11,7 @@ from torch import Tensor
 from ..compiler_internals import eager_block
 from ..engine import Engine, receiving, scale
 from ..errors import AmpUsageError
-from . import known_models
-from . import session as amp_session
+from .registry import registry
 from .watch import ScaledLoss, Watch
 
 
@@ -52,13 +51,9 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
     if is_scaled and result.requires_grad:
         result.register_hook(block)  # type: ignore[no-untyped-call]
     looked_at = [weight for watch, engine in watches if is_scaled and watch.looks for weight in engine.weights()]
+    noting = registry.noting_scaled(first, looked_at, bool(watches)) if is_scaled else nullcontext()
     try:
-        with (
-            receiving(first, loss_id, rest) as came,
-            known_models.noting_scaled(looked_at, amp_session.weights_beyond(first), bool(watches))
-            if is_scaled
-            else nullcontext(),
-        ):
+        with receiving(first, loss_id, rest) as came, noting:
             yield result
     finally:
         block.is_open = False
