@@ -64,12 +64,10 @@ _Optimizers = TypeVar('_Optimizers', bound=Optimizer | Sequence[Optimizer])
 
 
 @overload
-def initialize(
-    models: _Models, optimizers: None = None, *args: Any, **options: Unpack[InitializeOptions]
-) -> _Models: ...
+def initialize(models: _Models, optimizers: None = None, *args: Any, **given: Unpack[InitializeOptions]) -> _Models: ...
 @overload
 def initialize(
-    models: _Models, optimizers: _Optimizers, *args: Any, **options: Unpack[InitializeOptions]
+    models: _Models, optimizers: _Optimizers, *args: Any, **given: Unpack[InitializeOptions]
 ) -> tuple[_Models, _Optimizers]: ...
 def initialize(  # type: ignore[misc]
     models: Any,
@@ -227,9 +225,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         AmpUsageError: No optimizer.
     """
     if not hasattr(optimizer, 'param_groups'):
-        raise AmpUsageError(
-            f'optimizer={short(optimizer)} must be a torch optimizer, but is {type(optimizer).__name__}.'
-        )
+        name = type(optimizer).__name__
+        raise AmpUsageError(f'optimizer={short(optimizer)} must be a torch optimizer, but is {name}.')
     session = registry.session_of(optimizer)
     yield from parameters_of(optimizer) if session is None else session.engine(optimizer).master_params()
 

@@ -60,10 +60,9 @@ def listed(value: Any, kind: type, name: str) -> list[Any]:
     Raises:
         AmpConfigError: Something else; a ``TypeError`` as well.
     """
-    items, labels = [value], [name]
-    if isinstance(value, (list, tuple)):
-        items, labels = list(value), [f'{name}[{index}]' for index in range(len(value))]
-    for item, label in zip(items, labels):
+    is_list = isinstance(value, (list, tuple))
+    items = list(value) if is_list else [value]
+    for index, item in enumerate(items):
         if not isinstance(item, kind):
             word, remedy = 'nn.Module' if kind is nn.Module else 'optim.Optimizer', ''
             if isinstance(item, (nn.Module, Optimizer)):
@@ -71,6 +70,7 @@ def listed(value: Any, kind: type, name: str) -> list[Any]:
             elif hasattr(item, 'param_groups'):
                 remedy = ' Initialize the optimizer that it is built around, and then build it around that.'
             problem = f'must be a torch.{word} or a list or tuple of them, but is {type(item).__name__}.'
+            label = f'{name}[{index}]' if is_list else name
             raise AmpConfigError([f'{label}={short(item)} {problem}{remedy}'])
     return [compiler_internals.compiled_module(item) or item for item in items]
 

@@ -72,9 +72,8 @@ class AmpHandle:
     def _clear_cache(self) -> None:
         """Does nothing: there is no copy of a weight to forget."""
 
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        """As :func:`amp_wrapper.amp.disable_casts`."""
-        return region.suspended()
+    #: As :func:`amp_wrapper.amp.disable_casts`.
+    _disable_casts = staticmethod(region.suspended)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Wrap an optimizer, whose losses are scaled from now on where the handle is active.

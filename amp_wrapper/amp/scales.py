@@ -69,9 +69,7 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
     try:
         saved = apex.read(state_dict, 'state_dict') if state_dict != {} else []
     except AmpCheckpointError as error:
-        raise AmpCheckpointError(
-            f"{error} It has to be what amp.state_dict() gave, such as checkpoint['amp']."
-        ) from None
+        raise AmpCheckpointError(f"{error} Hand over what amp.state_dict() gave: checkpoint['amp'].") from None
     if len(saved) != len(scalers) and speaks:
         text = f'the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured'
         if not saved:

@@ -27,7 +27,7 @@ from ..errors import AmpUsageError
 from ..policy.levels import Policy
 from ..torch_internals import note_step
 from .registry import registry
-from .watch import Watch
+from .scaling import Watch
 
 _TWO_PARTS = (
     '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot '
