@@ -133,9 +133,9 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
             )
         elif policy.cast_model_type is not None and holds_casts(model):
             problem = (
-                f'({name}) holds casts already: initialize a model once, with all its optimizers, as lists. One more '
-                f'optimizer: amp.initialize([], optimizer). More parameters: optimizer.add_param_group(). To begin anew, build '
-                f'the model again and load model.state_dict(), which is FP32.'
+                f'({name}) holds casts already: initialize a model once, with all its optimizers. One more: '
+                f'amp.initialize([], optimizer). More parameters: optimizer.add_param_group(). To begin anew, build the model '
+                f'again and load model.state_dict(), which is FP32.'
             )
         elif any(model is other for other in models[:index]):
             problem = 'is in the list twice: name each model once.'

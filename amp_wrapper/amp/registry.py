@@ -125,10 +125,8 @@ class Registry:
         Raises:
             AmpUsageError: ``amp.initialize`` was never called; one of ``optimizers`` was not initialised.
         """
-        if not self._sessions:
-            raise AmpUsageError(
-                'no optimizer was initialised yet: model, optimizer = amp.initialize(model, optimizer).'
-            )
+        if optimizers is None and not self._sessions:
+            raise AmpUsageError('no optimizer was initialised: model, optimizer = amp.initialize(model, optimizer).')
         chosen = None if optimizers is None else set(self.engines_of(optimizers))
         return [each for each in self._alive() if chosen is None or not chosen.isdisjoint(each.engines)]
 

@@ -83,12 +83,12 @@ class Session:
                 name = type(engine.optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
                 engine.observers.append(Watch(name, not engine.scales.is_one))
         hugging_face.watch()
+        held = set(map(id, (*registry.stepped(), *self.weights())))
+        #: Trainable parameters of the models that no optimizer has yet.
+        self.unheld = [p for model in models for p in model.parameters() if p.requires_grad and id(p) not in held]
         for optimizer, engine in zip(optimizers, self.engines):
             self._stand_in_front(optimizer, engine)
         registry.add(optimizers, self, models)
-        held = set(map(id, registry.stepped()))
-        #: Trainable parameters of the models that no optimizer has yet.
-        self.unheld = [p for model in models for p in model.parameters() if p.requires_grad and id(p) not in held]
 
     def __repr__(self) -> str:
         return '\n'.join(repr(engine) for engine in self.engines)
@@ -104,9 +104,8 @@ class Session:
     def _stand_in_front(self, optimizer: Optimizer, engine: Engine) -> None:
         """``step`` and ``zero_grad`` of this one object lead through the engine, and the object holds the session."""
         inner = own_methods.inside(optimizer)
-        for each in inner:
-            put_in_front(each, 'step', functools.partial(self._step, engine, False))
-        put_in_front(optimizer, 'step', functools.partial(self._step, engine, bool(inner)))
+        for each in (*inner, optimizer):
+            put_in_front(each, 'step', functools.partial(self._step, engine, each is optimizer and bool(inner)))
         put_in_front(optimizer, 'zero_grad', functools.partial(self._zero_grad, engine))
 
     def _zero_grad(
@@ -131,15 +130,16 @@ class Session:
         """
         self.thread = threading.get_ident()
         # whatever else optimizers of third parties take there
-        closure: Any = args[0] if args else kwargs.get('closure')
-        runs_before = callable(closure) and not engine.is_plain
+        first = args[0] if args else kwargs.get('closure')
+        closure = first if callable(first) else None
+        runs_before = closure is not None and not engine.is_plain
         if engine.in_own_step or (runs_before and holds):
             # an outer one may want the closure in the middle, at other weights: the inner one's step is the one that counts
             return own(*args, **kwargs)
         optimizer = engine.optimizer
         assert optimizer is not None
         result: list[Any] = []
-        if runs_before:
+        if closure is not None and runs_before:
             # what it brings is scaled, or has masters: it runs before the step, as all optimizers but LBFGS have it
             with torch.enable_grad():
                 result.append(closure())
@@ -161,9 +161,7 @@ class Session:
         # optimizers compute in FP32: what is cast for models is not cast here
         casts = nullcontext() if self.policy.autocast_dtype is None else region.suspended()
         with casts:
-            outcome = take_step(
-                engine, None, bare_step, closure=closure if callable(closure) and not runs_before else None
-            )
+            outcome = take_step(engine, None, bare_step, closure=None if runs_before else closure)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if outcome.skipped is None and outcome.info is not None and not capturing:
             self._unread.append((engine, LateRead(outcome.info)))
