@@ -90,9 +90,6 @@ class Session:
             self._stand_in_front(optimizer, engine)
         registry.add(optimizers, self, models)
 
-    def __repr__(self) -> str:
-        return '\n'.join(repr(engine) for engine in self.engines)
-
     def engine(self, optimizer: Optimizer) -> Engine:
         """Find the engine of one of the optimizers."""
         return next(engine for engine in self.engines if engine.optimizer is optimizer)
