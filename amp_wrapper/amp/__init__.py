@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -32,10 +33,10 @@ from ..diagnostics.suggest_level import suggest_level as suggest_level
 from ..errors import AmpConfigError, AmpUsageError, short
 from ..policy import OPTIONS, OptLevel
 from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
+from ..policy.nested import parameters_of
 from ..policy.options import Fp32Names
 from ..shards import rank
 from . import arguments as amp_arguments
-from . import session as amp_session
 from .arguments import InitializeOptions
 from .functions import bfloat16_function as bfloat16_function
 from .functions import disable_casts as disable_casts
@@ -51,12 +52,11 @@ from .monitoring import last_step_skipped as last_step_skipped
 from .monitoring import loss_scale as loss_scale
 from .monitoring import monitor as monitor
 from .monitoring import skipped_steps as skipped_steps
+from .registry import registry
 from .scales import load_state_dict as load_state_dict
 from .scales import state_dict as state_dict
 from .scaling import scaled
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from .session import Session
 
 # what is handed over comes back, of the same type
 _Models = TypeVar('_Models', bound=nn.Module | Sequence[nn.Module])
@@ -64,12 +64,10 @@ _Optimizers = TypeVar('_Optimizers', bound=Optimizer | Sequence[Optimizer])
 
 
 @overload
-def initialize(
-    models: _Models, optimizers: None = None, *args: Any, **options: Unpack[InitializeOptions]
-) -> _Models: ...
+def initialize(models: _Models, optimizers: None = None, *args: Any, **given: Unpack[InitializeOptions]) -> _Models: ...
 @overload
 def initialize(
-    models: _Models, optimizers: _Optimizers, *args: Any, **options: Unpack[InitializeOptions]
+    models: _Models, optimizers: _Optimizers, *args: Any, **given: Unpack[InitializeOptions]
 ) -> tuple[_Models, _Optimizers]: ...
 def initialize(  # type: ignore[misc]
     models: Any,
@@ -150,7 +148,7 @@ def initialize(  # type: ignore[misc]
     policy = amp_arguments.policy_of(opt_level, given)
     model_list = amp_arguments.listed(models, nn.Module, 'models')
     optimizer_list = [] if optimizers is None else amp_arguments.listed(optimizers, Optimizer, 'optimizers')
-    amp_session.check_new(optimizer_list)
+    registry.check_new(optimizer_list)
     if mesh is None and sharding is not None:
         raise AmpConfigError([f'sharding={sharding!r} without a mesh: write mesh=..., or leave it out.'])
     chosen = None if mesh is None else Sharding.of(mesh, sharding, policy)
@@ -160,13 +158,13 @@ def initialize(  # type: ignore[misc]
             policy = amp_arguments.of_known_models(policy, optimizer_list, given)
         # the first rank prints for all
         policy = dataclasses.replace(policy, verbosity=0 if rank() else policy.verbosity)
-        session = amp_session.Session(policy, model_list, optimizer_list, sharding=chosen)
+        session = Session(policy, model_list, optimizer_list, sharding=chosen)
         if policy.verbosity:
             amp_arguments.print_options(policy, given, session)
     else:
         if chosen is not None:
             shard(model_list, policy, chosen, optimizer_list)
-        amp_session.disable(optimizer_list)
+        registry.add(optimizer_list, None)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -209,8 +207,7 @@ def scale_loss(
         AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one; a backward pass of the
             scaled loss after its block. After an exception inside the block, what has come by then is there, unscaled.
     """
-    engines = amp_session.engines_of(optimizers)
-    return scaled(loss, engines, loss_id)
+    return scaled(loss, registry.engines_of(optimizers), loss_id)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -228,10 +225,10 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         AmpUsageError: No optimizer.
     """
     if not hasattr(optimizer, 'param_groups'):
-        raise AmpUsageError(
-            f'optimizer={short(optimizer)} must be a torch optimizer, but is {type(optimizer).__name__}.'
-        )
-    yield from amp_session.master_params_of(optimizer)
+        name = type(optimizer).__name__
+        raise AmpUsageError(f'optimizer={short(optimizer)} must be a torch optimizer, but is {name}.')
+    session = registry.session_of(optimizer)
+    yield from parameters_of(optimizer) if session is None else session.engine(optimizer).master_params()
 
 
 def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> list[str]:
@@ -251,7 +248,7 @@ def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
         AmpUsageError: An optimizer that was not initialised; a master among ``tensors``, or none given and a master was written
             to as well.
     """
-    return [name for engine in amp_session.engines_of(optimizer) for name in engine.params.changed('weight', tensors)]
+    return [name for engine in registry.engines_of(optimizer) for name in engine.params.changed('weight', tensors)]
 
 
 def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> None:
@@ -268,5 +265,5 @@ def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
         AmpUsageError: An optimizer that was not initialised; a weight among ``tensors``, or none given and a weight was written
             to as well.
     """
-    for engine in amp_session.engines_of(optimizer):
+    for engine in registry.engines_of(optimizer):
         engine.params.changed('master', tensors)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -14,11 +15,8 @@ from .. import compiler_internals
 from ..casting.cast_module import holds_casts
 from ..errors import AmpAttachError, AmpConfigError, short
 from ..policy import OPTIONS, OptLevel, Policy, SharedOptions, dtype_name, resolve
-from . import known_models
+from .registry import registry
 from .session import Session
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class InitializeOptions(SharedOptions, total=False):
@@ -62,10 +60,9 @@ def listed(value: Any, kind: type, name: str) -> list[Any]:
     Raises:
         AmpConfigError: Something else; a ``TypeError`` as well.
     """
-    items, labels = [value], [name]
-    if isinstance(value, (list, tuple)):
-        items, labels = list(value), [f'{name}[{index}]' for index in range(len(value))]
-    for item, label in zip(items, labels):
+    is_list = isinstance(value, (list, tuple))
+    items = list(value) if is_list else [value]
+    for index, item in enumerate(items):
         if not isinstance(item, kind):
             word, remedy = 'nn.Module' if kind is nn.Module else 'optim.Optimizer', ''
             if isinstance(item, (nn.Module, Optimizer)):
@@ -73,6 +70,7 @@ def listed(value: Any, kind: type, name: str) -> list[Any]:
             elif hasattr(item, 'param_groups'):
                 remedy = ' Initialize the optimizer that it is built around, and then build it around that.'
             problem = f'must be a torch.{word} or a list or tuple of them, but is {type(item).__name__}.'
+            label = f'{name}[{index}]' if is_list else name
             raise AmpConfigError([f'{label}={short(item)} {problem}{remedy}'])
     return [compiler_internals.compiled_module(item) or item for item in items]
 
@@ -92,7 +90,7 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
         AmpAttachError: Models of several configurations; another level than theirs.
         AmpConfigError: An argument that was decided together with the models.
     """
-    found = known_models.policies_of(optimizers)
+    found = registry.policies_of(optimizers)
     if not found:
         return policy
     models, levels = found[0], ' and '.join(each.opt_level for each in found)
@@ -135,9 +133,9 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
             )
         elif policy.cast_model_type is not None and holds_casts(model):
             problem = (
-                f'({name}) holds casts already: initialize a model once, with all its optimizers, as lists. One more '
-                f'optimizer: amp.initialize([], optimizer). More parameters: optimizer.add_param_group(). To begin anew, build '
-                f'the model again and load model.state_dict(), which is FP32.'
+                f'({name}) holds casts already: initialize a model once, with all its optimizers. One more: '
+                f'amp.initialize([], optimizer). More parameters: optimizer.add_param_group(). To begin anew, build the model '
+                f'again and load model.state_dict(), which is FP32.'
             )
         elif any(model is other for other in models[:index]):
             problem = 'is in the list twice: name each model once.'

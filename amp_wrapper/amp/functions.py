@@ -25,11 +25,6 @@ from ..policy.nested import tensors_in
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
-_HALF = CallRule(torch.float16)
-_BFLOAT16 = CallRule(torch.bfloat16)
-_FLOAT = CallRule(torch.float32)
-_PROMOTE = CallRule(None)
-
 
 class CastModels:
     """Counts the models that are alive at O1 and O4: decorated functions act outside of models then.
@@ -72,22 +67,22 @@ def half_function(function: _Function) -> _Function:
         ... def attention(q, k):
         ...     return q @ k.mT
     """
-    return _decorated(function, _HALF)
+    return _decorated(function, torch.float16)
 
 
 def bfloat16_function(function: _Function) -> _Function:
     """Decorator: as :func:`half_function`, with bfloat16, whatever the level."""
-    return _decorated(function, _BFLOAT16)
+    return _decorated(function, torch.bfloat16)
 
 
 def float_function(function: _Function) -> _Function:
     """Decorator: floating arguments are cast to float32, autocast is off inside, and the result stays as it is."""
-    return _decorated(function, _FLOAT)
+    return _decorated(function, torch.float32)
 
 
 def promote_function(function: _Function) -> _Function:
     """Decorator: floating arguments are cast to the widest type among them; in an in-place function to what is written to."""
-    return _decorated(function, _PROMOTE)
+    return _decorated(function, None)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -104,22 +99,22 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         AmpConfigError: A ``ValueError``: there is no such attribute, it is no function, or it cannot be replaced.
     """
-    _register(module, name, _HALF)
+    _register(module, name, torch.float16)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
     """As :func:`register_half_function`, with bfloat16, whatever the level."""
-    _register(module, name, _BFLOAT16)
+    _register(module, name, torch.bfloat16)
 
 
 def register_float_function(module: Any, name: str) -> None:
     """As :func:`register_half_function`, with float32: autocast is off inside, and the result stays as it is."""
-    _register(module, name, _FLOAT)
+    _register(module, name, torch.float32)
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """As :func:`register_half_function`, with the widest type among the floating arguments."""
-    _register(module, name, _PROMOTE)
+    _register(module, name, None)
 
 
 def disable_casts() -> AbstractContextManager[None]:
@@ -130,14 +125,15 @@ def disable_casts() -> AbstractContextManager[None]:
     return region.suspended()
 
 
-def _decorated(function: _Function, rule: CallRule) -> _Function:
+def _decorated(function: _Function, dtype: torch.dtype | None) -> _Function:
     # inside a class body it is handed the descriptor
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(_decorated(function.__func__, rule))  # type: ignore[return-value]
+        return type(function)(_decorated(function.__func__, dtype))  # type: ignore[return-value]
     if isinstance(function, type) or not callable(function):
         text = 'cannot be decorated: hand over a function; for a class, decorate its forward or apply'
         raise AmpConfigError([f'{function!r} {text}.'])
-    is_method, rules = _takes_self(function), Rules(rule)
+    is_method, rule = _takes_self(function), CallRule(dtype)
+    rules = Rules(rule)
 
     @functools.wraps(function)
     def by_rule(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +158,7 @@ def _takes_self(function: Callable[..., Any]) -> bool:
         return False
 
 
-def _register(module: Any, name: str, rule: CallRule) -> None:
+def _register(module: Any, name: str, dtype: torch.dtype | None) -> None:
     if not isinstance(name, str):
         raise AmpConfigError([f'name={name!r} must be the name of an attribute, as a string.'])
     holder = getattr(module, '__qualname__', None) or getattr(module, '__name__', None) or repr(module)
@@ -178,4 +174,4 @@ def _register(module: Any, name: str, rule: CallRule) -> None:
         problem = 'cannot be replaced: decorate or register the function that calls it'
     if problem:
         raise AmpConfigError([f'{holder}.{name} {problem}.'])
-    rules_of(module, name).rule = rule
+    rules_of(module, name).rule = CallRule(dtype)

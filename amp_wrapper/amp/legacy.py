@@ -24,8 +24,9 @@ from ..casting.calls import start_casts
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
 from ..policy.options import is_count
-from . import session as amp_session
+from .registry import registry
 from .scaling import scaled
+from .session import Session
 
 
 class AmpHandle:
@@ -71,9 +72,8 @@ class AmpHandle:
     def _clear_cache(self) -> None:
         """Does nothing: there is no copy of a weight to forget."""
 
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        """As :func:`amp_wrapper.amp.disable_casts`."""
-        return region.suspended()
+    #: As :func:`amp_wrapper.amp.disable_casts`.
+    _disable_casts = staticmethod(region.suspended)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Wrap an optimizer, whose losses are scaled from now on where the handle is active.
@@ -89,10 +89,8 @@ class AmpHandle:
         if not is_count(num_loss):
             raise AmpConfigError([f'num_loss={num_loss!r} must be a whole number of at least 1.'])
         if self._casts is not None:
-            amp_session.check_new([optimizer])
-            amp_session.Session(
-                dataclasses.replace(self._policy, num_losses=int(num_loss)), [], [optimizer], tells=False
-            )
+            registry.check_new([optimizer])
+            Session(dataclasses.replace(self._policy, num_losses=int(num_loss)), [], [optimizer], tells=False)
         return OptimWrapper(optimizer, self, int(num_loss))
 
     def scale_loss(self, loss: Tensor, optimizer: Optimizer, loss_id: int = 0) -> AbstractContextManager[Tensor]:
@@ -108,9 +106,9 @@ class AmpHandle:
         """
         if not self.is_active():
             return nullcontext(loss)
-        if amp_session.session_of(optimizer) is None:
+        if registry.session_of(optimizer) is None:
             self.wrap_optimizer(optimizer)
-        return scaled(loss, amp_session.engines_of(optimizer), loss_id)
+        return scaled(loss, registry.engines_of(optimizer), loss_id)
 
 
 @dataclasses.dataclass(eq=False)

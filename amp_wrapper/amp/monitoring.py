@@ -12,7 +12,7 @@ from ..diagnostics.overflow import MOST_REPORTS
 from ..diagnostics.training_monitor import MonitorOptions, TrainingMonitor
 from ..engine import Engine, attach_together
 from ..errors import AmpConfigError
-from . import session as amp_session
+from .registry import registry
 
 
 def monitor(
@@ -61,11 +61,11 @@ def monitor(
     )
     if log is not None and not callable(log):
         raise AmpConfigError([f'log={log!r} must be a function of a step and a dict of numbers.'])
-    engine, session = _engine_of(optimizer), amp_session.session_of(optimizer)
+    engines, session = registry.engines_of(optimizer), registry.session_of(optimizer)
     place = None if folder is None else Path(folder)
     watch = TrainingMonitor(options, place, place, log=log)
-    if engine is not None and session is not None:
-        models = [root for _, root in session.casts.roots]
+    if session is not None:
+        engine, models = engines[0], [root for _, root in session.casts.roots]
 
         def attach(engine: Engine, copied: nn.Module) -> None:
             attach_together([engine], [copied] if len(models) == 1 else list(copied.children()), engine.policy)
@@ -89,8 +89,8 @@ def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
     Raises:
         AmpUsageError: An optimizer that was not initialised; no such loss.
     """
-    engine = _engine_of(optimizer)
-    return 1.0 if engine is None else engine.scales.of(loss_id).get_scale()
+    engines = registry.engines_of(optimizer)
+    return engines[0].scales.of(loss_id).get_scale() if engines else 1.0
 
 
 def skipped_steps(optimizer: Optimizer) -> int:
@@ -102,7 +102,7 @@ def skipped_steps(optimizer: Optimizer) -> int:
     Raises:
         AmpUsageError: An optimizer that was not initialised.
     """
-    return _count(optimizer, 1)
+    return sum(int(engine.scales.steps.counts[1]) for engine in registry.engines_of(optimizer))
 
 
 def last_step_skipped(optimizer: Optimizer) -> bool:
@@ -115,14 +115,4 @@ def last_step_skipped(optimizer: Optimizer) -> bool:
         AmpUsageError: An optimizer that was not initialised.
     """
     # skips in a row up to now
-    return _count(optimizer, 2) > 0
-
-
-def _count(optimizer: Optimizer, place: int) -> int:
-    """One of the counters of steps; 0 with ``enabled=False``."""
-    engine = _engine_of(optimizer)
-    return 0 if engine is None else int(engine.scales.steps.counts[place])
-
-
-def _engine_of(optimizer: Optimizer) -> Engine | None:
-    return next(iter(amp_session.engines_of(optimizer)), None)
+    return any(int(engine.scales.steps.counts[2]) > 0 for engine in registry.engines_of(optimizer))

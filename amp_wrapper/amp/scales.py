@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import apex
 from ..errors import AmpCheckpointError
-from . import session as amp_session
+from .registry import registry
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -36,8 +36,8 @@ def state_dict(
         AmpUsageError: Before :func:`initialize`; one of ``optimizers`` was not initialised.
     """
     scalers = []
-    for session in amp_session.sessions(optimizers):
-        session.read_all()
+    for session in registry.sessions(optimizers):
+        session.read()
         for scaler in session.scalers:
             state = scaler.state_dict()
             if scaler.config.hysteresis == 1:
@@ -63,15 +63,13 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         AmpCheckpointError: Unknown keys, a hole in the numbering, or an impossible value. Nothing has been applied.
         AmpUsageError: As :func:`state_dict`.
     """
-    sessions = amp_session.sessions(optimizers)
+    sessions = registry.sessions(optimizers)
     speaks = not sessions or any(session.policy.verbosity >= 1 for session in sessions)
     scalers = [scaler for session in sessions for scaler in session.scalers]
     try:
         saved = apex.read(state_dict, 'state_dict') if state_dict != {} else []
     except AmpCheckpointError as error:
-        raise AmpCheckpointError(
-            f"{error} It has to be what amp.state_dict() gave, such as checkpoint['amp']."
-        ) from None
+        raise AmpCheckpointError(f"{error} Hand over what amp.state_dict() gave: checkpoint['amp'].") from None
     if len(saved) != len(scalers) and speaks:
         text = f'the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured'
         if not saved:
