@@ -1,0 +1,60 @@
+// The ops: their schemas, and what they give where only shapes are asked for. Kernels for the CPU and for CUDA register in
+// cpu/ and cuda/. What each op computes is described in amp_wrapper/ops.
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace {
+
+constexpr const char* kScale =
+    "multi_tensor_scale(Tensor[] sources, Tensor(a!)[] targets, Tensor? scale=None, Tensor(b!)? found_inf=None) -> ()";
+constexpr const char* kAxpby =
+    "multi_tensor_axpby(Tensor[] xs, Tensor(a!)[] ys, Tensor? a=None, Tensor? b=None, Tensor(b!)? found_inf=None) -> ()";
+constexpr const char* kIsNonfinite = "multi_tensor_isnonfinite(Tensor[] tensors, Tensor(a!) found_inf) -> ()";
+constexpr const char* kL2norm =
+    "multi_tensor_l2norm(Tensor[] tensors, Tensor? inverse_scale=None, Tensor(a!)? found_inf=None) -> Tensor";
+constexpr const char* kPrologue =
+    "step_prologue(Tensor(a!) decision, Tensor(b!) rows, Tensor(c!)[] steps, Tensor hyper, Tensor groups, int kind, "
+    "Tensor[] rates, int[] rated, Tensor? found_inf=None, Tensor? learned=None, Tensor? norm=None, Tensor(d!)? scale=None, "
+    "Tensor(e!)? growth_tracker=None, Tensor(f!)? hysteresis_tracker=None, Tensor(g!)? counts=None, float[] rule=[], "
+    "float? max_norm=None, float? clip_value=None) -> ()";
+constexpr const char* kAdam =
+    "fused_adam(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] partners, Tensor rows, Tensor decision) -> ()";
+constexpr const char* kSgd =
+    "fused_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor(c!)[] partners, Tensor rows, "
+    "Tensor decision) -> ()";
+
+constexpr const char* kNames[] = {"multi_tensor_scale",  "multi_tensor_axpby", "multi_tensor_isnonfinite",
+                                  "multi_tensor_l2norm", "step_prologue",      "fused_adam",
+                                  "fused_sgd"};
+
+// An op that only writes to its arguments, for tensors without memory.
+void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+at::Tensor norm_without_memory(at::TensorList, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
+  return at::empty({}, at::device(at::kMeta).dtype(at::kFloat));
+}
+
+}  // namespace
+
+TORCH_LIBRARY(amp_wrapper, library) {
+  for (const char* schema : {kScale, kAxpby, kIsNonfinite, kL2norm, kPrologue, kAdam, kSgd}) {
+    library.def(schema, {at::Tag::pt2_compliant_tag});
+  }
+}
+
+TORCH_LIBRARY_IMPL(amp_wrapper, Meta, library) {
+  for (const char* name : kNames) {
+    if (std::string(name) == "multi_tensor_l2norm") continue;
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&write_nothing>());
+  }
+  library.impl("multi_tensor_l2norm", norm_without_memory);
+}
+
+// The ops are not differentiable, and say so by not being asked.
+TORCH_LIBRARY_IMPL(amp_wrapper, Autograd, library) {
+  for (const char* name : kNames) library.impl(name, torch::CppFunction::makeFallthrough());
+}
