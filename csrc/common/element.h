@@ -24,22 +24,15 @@ struct Bfloat {
   std::uint16_t bits;
 };
 
-template <typename T>
-struct TypeOf;
-template <>
-struct TypeOf<float> {
-  static constexpr Type value = Type::kFloat;
-};
-template <>
-struct TypeOf<Half> {
-  static constexpr Type value = Type::kHalf;
-};
-template <>
-struct TypeOf<Bfloat> {
-  static constexpr Type value = Type::kBfloat;
-};
+AMP_INLINE constexpr int size_of(Type type) { return type == Type::kFloat ? 4 : 2; }
 
-constexpr int size_of(Type type) { return type == Type::kFloat ? 4 : 2; }
+// Elements in memory; null for a list that has none here.
+struct Operand {
+  char* data;
+  Type type;
+
+  AMP_INLINE char* at(std::int64_t element) const { return data + element * size_of(type); }
+};
 
 // All bits of the exponent set: infinite or NaN. Masks are signed, since AVX compares signed integers.
 constexpr std::int32_t kExponent = 0x7f800000;

@@ -34,16 +34,6 @@ struct Square {
   }
 };
 
-// Columns of a count over powers of two: the values of the exponent field, subnormal numbers in the first and what is not
-// finite in the last of them, and then zeros.
-constexpr int kExponents = 257;
-constexpr int kZeros = kExponents - 1;
-constexpr int kNonfinite = kExponents - 2;
-constexpr int kMantissaBits = 23;
-
-// The column of a magnitude. By its bits, since arithmetic may take subnormal numbers for zeros.
-AMP_INLINE int column_of(std::int32_t magnitude) { return magnitude == 0 ? kZeros : magnitude >> kMantissaBits; }
-
 // The rule of the dynamic loss scale, once per optimizer step; described in amp_wrapper/engine/loss_scale.py.
 struct ScaleUpdate {
   float growth_factor;

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
-#include <limits>
 #include <string>
 
 #include "../common/lists.h"
@@ -30,36 +29,16 @@ constexpr std::int64_t kGrain = 32768;
 
 // Calls body(tensor, first element, count, chunk) for every chunk.
 template <typename F>
-void for_chunks(const Launch& launch, F body) {
-  const auto run = [&](std::int64_t begin, std::int64_t end) {
-    if (begin == end) return;
-    int entry = entry_of(launch.starts.data(), static_cast<int>(launch.entries.size()), begin);
-    for (std::int64_t chunk = begin; chunk < end; ++chunk) {
-      while (launch.starts[entry + 1] <= chunk) ++entry;
-      const Entry& piece = launch.entries[entry];
-      const std::int64_t offset = (chunk - launch.starts[entry]) * kChunk;
-      body(piece.tensor, piece.begin + offset, std::min(kChunk, piece.count - offset), chunk);
+void for_chunks(const std::vector<std::int64_t>& counts, F body) {
+  const Plan plan(counts);
+  const std::int64_t parts = std::max<std::int64_t>(std::min<std::int64_t>(at::get_num_threads(), plan.cost() / kGrain), 1);
+  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t chunk = plan.bound(begin, parts); chunk < plan.bound(end, parts); ++chunk) {
+      const std::size_t tensor = plan.tensor_of(chunk);
+      const std::int64_t first = (chunk - plan.start(tensor)) * kChunk;
+      body(tensor, first, std::min(kChunk, counts[tensor] - first), chunk);
     }
-  };
-  std::int64_t cost = 0;
-  for (const Entry& entry : launch.entries) cost += entry.count + kEntryCost;
-  const std::int64_t parts = std::min<std::int64_t>(at::get_num_threads(), cost / kGrain);
-  if (parts <= 1) {
-    run(0, launch.chunks());
-    return;
-  }
-  const std::vector<std::int64_t> bounds = split(launch, parts);
-  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) { run(bounds[begin], bounds[end]); });
-}
-
-inline Launch whole_plan(const std::vector<std::int64_t>& counts) {
-  constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
-  std::vector<Launch> launches = plan(counts, kAny, kAny);
-  return launches.empty() ? Launch() : std::move(launches.front());
-}
-
-inline void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::int64_t element) {
-  return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
+  });
 }
 
 }  // namespace amp_wrapper::cpu

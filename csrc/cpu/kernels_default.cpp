@@ -1,5 +1,6 @@
 // The kernels for any processor.
 #include <cmath>
+#include <type_traits>
 
 #include "kernels.h"
 

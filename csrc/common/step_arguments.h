@@ -1,0 +1,67 @@
+// The arguments of the ops of an optimizer step, checked as a whole before anything is written.
+#pragma once
+
+#include <vector>
+
+#include "lists.h"
+#include "step_lists.h"
+#include "step_prologue.h"
+
+namespace amp_wrapper {
+
+struct Update {
+  Lists lists;
+  // on the device: a row for each parameter, and the decision
+  const float* rows;
+  const float* decision;
+};
+
+Update check_adam(c10::DeviceType type, at::TensorList grads, at::TensorList params, at::TensorList exp_avgs,
+                  at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList partners, const at::Tensor& rows,
+                  const at::Tensor& decision);
+Update check_sgd(c10::DeviceType type, at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers,
+                 at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision);
+
+// The arguments of step_prologue, in the order of its schema.
+struct PrologueArguments {
+  const at::Tensor& decision;
+  const at::Tensor& rows;
+  at::TensorList steps;
+  const at::Tensor& hyper;
+  const at::Tensor& groups;
+  std::int64_t kind;
+  at::TensorList rates;
+  at::IntArrayRef rated;
+  const std::optional<at::Tensor>& found_inf;
+  const std::optional<at::Tensor>& learned;
+  const std::optional<at::Tensor>& norm;
+  const std::optional<at::Tensor>& scale;
+  const std::optional<at::Tensor>& growth_tracker;
+  const std::optional<at::Tensor>& hysteresis_tracker;
+  const std::optional<at::Tensor>& counts;
+  at::ArrayRef<double> rule;
+  std::optional<double> max_norm;
+  std::optional<double> clip_value;
+};
+
+// What the prologue knows of one parameter.
+struct Parameter {
+  // of its group, kHyper numbers on the host
+  const double* hyper;
+  // on the device; the rate is null where the lr among the hyper-parameters holds
+  const float* rate;
+  float* step;
+};
+
+struct Prologue {
+  // with pointers to the device's memory, as those that follow
+  Decide decide;
+  Kind kind;
+  float* decision;
+  float* rows;
+  std::vector<Parameter> parameters;
+};
+
+Prologue check_prologue(const PrologueArguments& arguments, c10::DeviceType type);
+
+}  // namespace amp_wrapper
