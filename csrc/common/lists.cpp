@@ -31,7 +31,7 @@ std::ostream& operator<<(std::ostream& out, const Name& name) {
   return name.index < 0 ? out : out << "[" << name.index << "]";
 }
 
-Lists::Lists(c10::Device device, std::initializer_list<List> lists, const std::optional<at::Tensor>& flag) {
+Lists::Lists(c10::Device device, std::initializer_list<List> lists, OptionalTensor flag) {
   const List& first = *lists.begin();
   const std::size_t size = first.tensors.size();
   for (const List& list : lists) {
@@ -44,9 +44,9 @@ Lists::Lists(c10::Device device, std::initializer_list<List> lists, const std::o
       type_of(list, i);
       TORCH_CHECK_VALUE(tensor.sizes() == first.tensors[i].sizes(), first.name, "[", i, "] has shape ", first.tensors[i].sizes(),
                         " and ", list.name, "[", i, "] ", tensor.sizes(), ".");
-      TORCH_CHECK_VALUE(have_one_layout(first.tensors[i], tensor), list.name, "[", i, "] has strides ", tensor.strides(), " beside ",
-                        first.name, "[", i, "] with ", first.tensors[i].strides(),
-                        ": tensors without gaps that are laid out alike are expected.");
+      TORCH_CHECK_VALUE(have_one_layout(first.tensors[i], tensor), first.name, "[", i, "] has strides ",
+                        first.tensors[i].strides(), " and ", list.name, "[", i, "] ", tensor.strides(),
+                        ": tensors without gaps, laid out alike, are expected.");
     }
   }
   count_version(flag);
@@ -91,7 +91,7 @@ void check_table(const char* name, const at::Tensor& table, at::IntArrayRef shap
 
 void count_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
 
-void count_version(const std::optional<at::Tensor>& tensor) {
+void count_version(OptionalTensor tensor) {
   if (tensor.has_value()) count_version(*tensor);
 }
 

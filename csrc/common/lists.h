@@ -12,6 +12,8 @@
 
 namespace amp_wrapper {
 
+using OptionalTensor = const std::optional<at::Tensor>&;
+
 // An argument of an op.
 struct List {
   const char* name;
@@ -30,7 +32,7 @@ class Lists {
   // Raises ValueError, with list and index, where a kernel would read or write wrong memory: tensors pair up, lie on `device`
   // and as their partners do, without gaps, and are float32, float16 or bfloat16. Counts the versions of what is written, and
   // that of `flag`.
-  Lists(c10::Device device, std::initializer_list<List> lists, const std::optional<at::Tensor>& flag = std::nullopt);
+  Lists(c10::Device device, std::initializer_list<List> lists, OptionalTensor flag = std::nullopt);
 
   std::size_t size() const { return counts_.size(); }
   const std::vector<std::int64_t>& counts() const { return counts_; }
@@ -62,7 +64,7 @@ std::ostream& operator<<(std::ostream& out, const Name& name);
 void* check_scalar(Name name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type = at::kFloat);
 // null for none
 template <typename T = float>
-T* check_scalar(Name name, const std::optional<at::Tensor>& scalar, c10::Device device, c10::ScalarType type = at::kFloat) {
+T* check_scalar(Name name, OptionalTensor scalar, c10::Device device, c10::ScalarType type = at::kFloat) {
   return scalar.has_value() ? static_cast<T*>(check_scalar(name, *scalar, device, type)) : nullptr;
 }
 
@@ -71,6 +73,6 @@ void check_table(const char* name, const at::Tensor& table, at::IntArrayRef shap
 
 // Tells autograd of a write. A tensor that was made in inference mode raises outside of it.
 void count_version(const at::Tensor& tensor);
-void count_version(const std::optional<at::Tensor>& tensor);
+void count_version(OptionalTensor tensor);
 
 }  // namespace amp_wrapper

@@ -11,8 +11,6 @@
 namespace amp_wrapper::cpu {
 namespace {
 
-using OptionalTensor = const std::optional<at::Tensor>&;
-
 float value_of(const float* scalar) { return scalar == nullptr ? 1.0f : *scalar; }
 
 // A flag of an op, which threads may raise at once.

@@ -10,8 +10,6 @@
 namespace amp_wrapper::cpu {
 namespace {
 
-using OptionalTensor = const std::optional<at::Tensor>&;
-
 void step_prologue(const at::Tensor& decision, const at::Tensor& rows, at::TensorList steps, const at::Tensor& hyper,
                    const at::Tensor& groups, std::int64_t kind, at::TensorList rates, at::IntArrayRef rated,
                    OptionalTensor found_inf, OptionalTensor learned, OptionalTensor norm, OptionalTensor scale,

@@ -1,143 +1,75 @@
-// What the kernels share: vectors of elements in registers, and which part of the lists a block works on. Besides CUDA's own
+// What the kernels share: which part of the lists a block works on, and how threads reach its elements. Besides CUDA's own
 // words this file needs nothing, so that a header can give those words a meaning on a CPU (tests/cuda_shim).
 //
 // One block works on one chunk (planner.h), whatever tensor and type it is of: a list of any lengths and types is one launch.
+// Types are told apart at run time, the same for the whole block; what lies between is float32, and compiled once.
 #pragma once
 
 #include <type_traits>
 
-#include "../common/functors.h"
-#include "../common/planner.h"
 #include "kernel_args.h"
 
 namespace amp_wrapper::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-// elements that a thread moves at once: 128 bits of a 16-bit type
-constexpr int kVector = 8;
-// vectors that a thread has under way, so that the memory is busy while it waits
-constexpr int kUnroll = 4;
+constexpr unsigned kAll = 0xffffffffu;
+// 16 threads, half of a warp, move a row of 64 neighbours at once, four each: 16 bytes of float32, 8 of a 16-bit type
+constexpr int kTeam = 16;
+constexpr int kTeams = kThreads / kTeam;
+constexpr int kFour = kLanes / kTeam;
+static_assert(kFour == 4);
 
-struct alignas(16) Quad {
-  std::uint32_t words[4];
-};
+__device__ inline int thread_of_block() { return static_cast<int>(threadIdx.x); }
+__device__ inline int team_of_block() { return thread_of_block() / kTeam; }
+__device__ inline int thread_of_team() { return thread_of_block() % kTeam; }
+__device__ inline void sync_team() { __syncwarp(0xffffu << (threadIdx.x & 16u)); }
 
-__device__ inline float element_of(const Quad* quads, int i, const float*) { return float_of(quads[i / 4].words[i % 4]); }
-template <typename T>
-__device__ inline float element_of(const Quad* quads, int i, const T*) {
-  const std::uint32_t word = quads[0].words[i / 2];
-  return to_float(T{static_cast<std::uint16_t>(i % 2 ? word >> 16 : word & 0xffffu)});
-}
-
-__device__ inline void set_element(Quad* quads, int i, float value, const float*) {
-  quads[i / 4].words[i % 4] = bits_of(value);
-}
-template <typename T>
-__device__ inline void set_element(Quad* quads, int i, float value, const T*) {
-  const std::uint32_t bits = from_float<T>(value).bits;
-  // the first of two writes the whole word
-  if (i % 2) {
-    quads[0].words[i / 2] |= bits << 16;
-  } else {
-    quads[0].words[i / 2] = bits;
-  }
-}
-
-// kVector elements in registers.
-template <typename T>
-struct Pack {
-  static constexpr int kQuads = kVector * static_cast<int>(sizeof(T)) / 16;
-  Quad quads[kQuads];
-
-  __device__ float get(int i) const { return element_of(quads, i, static_cast<const T*>(nullptr)); }
-  __device__ void set(int i, float value) { set_element(quads, i, value, static_cast<const T*>(nullptr)); }
-};
-
-template <typename T>
-__device__ inline Pack<T> load_pack(const T* from) {
-  Pack<T> pack;
-#pragma unroll
-  for (int k = 0; k < Pack<T>::kQuads; ++k) pack.quads[k] = reinterpret_cast<const Quad*>(from)[k];
-  return pack;
-}
-
-template <typename T>
-__device__ inline void store_pack(T* to, const Pack<T>& pack) {
-#pragma unroll
-  for (int k = 0; k < Pack<T>::kQuads; ++k) reinterpret_cast<Quad*>(to)[k] = pack.quads[k];
-}
-
-template <typename T>
-__device__ inline bool is_aligned(const T* place) {
-  return reinterpret_cast<std::uintptr_t>(place) % 16 == 0;
-}
-
-// Calls `body` with a null pointer of the element type.
-template <typename F>
-__device__ inline auto with_type(std::uint8_t type, F body) {
-  switch (static_cast<Type>(type)) {
-    case Type::kHalf:
-      return body(static_cast<Half*>(nullptr));
-    case Type::kBfloat:
-      return body(static_cast<Bfloat*>(nullptr));
-    default:
-      return body(static_cast<float*>(nullptr));
-  }
-}
-
-// The part of an entry that this block works on.
+// The part of a tensor of each list that a block works on, in shared memory.
 template <int kLists>
-struct Place {
-  void* data[kLists];
-  std::uint8_t types[kLists];
-  int entry;
-  std::int64_t begin;
+struct Chunk {
+  // from the first element on; null stays null
+  Operand operands[kLists];
+  // whether rows may be moved in vectors
+  bool aligned[kLists];
   int count;
+  std::int32_t number;
+  std::int32_t tensor;
+  // where elements change threads
+  alignas(16) std::uint32_t stage[kTeams][kLanes];
 };
 
-template <int kLists>
-__device__ inline Place<kLists> place_of(const Work<kLists>& work) {
-  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x);
-  const bool has_table = work.table != nullptr;
-  const std::int32_t* starts = has_table ? work.table_starts : work.starts;
-  Place<kLists> place;
-  place.entry = entry_of(starts, work.entries, chunk);
-  place.begin = static_cast<std::int64_t>(chunk - starts[place.entry]) * kChunk;
-  std::int64_t count;
-  if (has_table) {
-    const Slot<kLists>& slot = work.table[place.entry];
-    count = slot.count;
-#pragma unroll
-    for (int list = 0; list < kLists; ++list) {
-      place.data[list] = slot.data[list];
-      place.types[list] = slot.types[list];
+// Every thread of the block calls it. The first warp finds the slot, the last that begins at or before this block.
+template <int kLists, int kBytes>
+__device__ inline void find_chunk(Chunk<kLists>& chunk, const Work<TensorSlot<kLists>, kBytes>& work) {
+  if (thread_of_block() < 32) {
+    const TensorSlot<kLists>* slots = work.begin();
+    const std::int32_t number = slots[0].start + static_cast<std::int32_t>(blockIdx.x);
+    const int lane = thread_of_block();
+    int low = 0;
+    // 32 places are asked at once
+    for (int size = work.size; size > 1;) {
+      const int step = (size + 31) / 32;
+      const bool before = lane * step < size && slots[low + lane * step].start <= number;
+      const int last = (__popc(__ballot_sync(kAll, before)) - 1) * step;
+      low += last;
+      size = size - last < step ? size - last : step;
     }
-  } else {
-    count = work.counts[place.entry];
-#pragma unroll
-    for (int list = 0; list < kLists; ++list) {
-      place.data[list] = work.data[list][place.entry];
-      place.types[list] = work.types[list][place.entry];
+    const TensorSlot<kLists>& slot = slots[low];
+    const std::int64_t begin = static_cast<std::int64_t>(number - slot.start) * kChunk;
+    if (lane < kLists) {
+      Operand operand{slot.data[lane], slot.types[lane]};
+      if (operand.data != nullptr) operand.data = operand.at(begin);
+      chunk.operands[lane] = operand;
+      chunk.aligned[lane] = reinterpret_cast<std::uintptr_t>(operand.data) % (kFour * size_of(operand.type)) == 0;
+    }
+    if (lane == 0) {
+      const std::int64_t left = slot.count - begin;
+      chunk.count = static_cast<int>(left < kChunk ? left : kChunk);
+      chunk.number = number;
+      chunk.tensor = slot.tensor;
     }
   }
-  const std::int64_t left = count - place.begin;
-  place.count = static_cast<int>(left < kChunk ? left : kChunk);
-  return place;
-}
-
-// Tells the compiler that a pointer out of a table leads to no shared memory.
-template <typename T>
-__device__ inline T* in_global(T* pointer) {
-#if defined(__CUDA_ARCH__)
-  __builtin_assume(__isGlobal(pointer));
-#endif
-  return pointer;
-}
-
-template <typename T, int kLists>
-__device__ inline T* data_of(const Place<kLists>& place, int list) {
-  return in_global(static_cast<T*>(place.data[list])) + place.begin;
+  __syncthreads();
 }
 
 // A maximum, never a sum: the flag stays 0 or 1. Every thread of the block calls it.
@@ -147,164 +79,138 @@ __device__ inline void raise_flag(bool bad, float* found_inf) {
   }
 }
 
-// Vectors whose type is told apart at run time, the same for the whole block, where they are taken from memory and put there:
-// what lies between is float32, and compiled once for all mixtures of types. Narrow types beside float32 have 16 bits.
+// -- elements in memory
 
-struct alignas(8) Pair {
-  std::uint32_t words[2];
-};
-
-// N elements as they lie in memory, 8 or 4; 16-bit types fill the first half.
-template <int N>
-struct Raw {
-  std::uint32_t words[N];
-};
-
-// `Part` moves some of the words.
-template <typename Part, int N>
-__device__ inline void load_words(const char* from, int first, Raw<N>* raw) {
-  const Part part = *reinterpret_cast<const Part*>(from + 4 * first);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Part) / 4); ++i) raw->words[first + i] = part.words[i];
-}
-template <typename Part, int N>
-__device__ inline void store_words(char* to, int first, const Raw<N>& raw) {
-  Part part;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Part) / 4); ++i) part.words[i] = raw.words[first + i];
-  *reinterpret_cast<Part*>(to + 4 * first) = part;
+// Tells the compiler that a pointer out of a table leads to no shared memory.
+template <typename T>
+__device__ inline T* in_global(char* place) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(place));
+#endif
+  return reinterpret_cast<T*>(place);
 }
 
-__device__ inline bool is_wide(std::uint8_t type) { return static_cast<Type>(type) == Type::kFloat; }
-
-// Which elements a thread works on: `count` of N, or all, in one piece where all lists are aligned and none is missing.
-template <int N>
-struct Turn {
-  int first;
-  int count;
-  bool whole;
-};
-
-// That of the elements from `first` on, of `all`; there may be none left.
-template <int N>
-__device__ inline Turn<N> turn_of(int first, int all, bool aligned) {
-  const int left = all - first;
-  return {first, left, aligned && left >= N};
-}
-
-template <int N>
-__device__ inline Raw<N> load_raw(const void* data, std::uint8_t type, const Turn<N>& turn) {
-  using Narrow = std::conditional_t<N == 8, Quad, Pair>;
-  Raw<N> raw = {};
-  const bool wide = is_wide(type);
-  if (turn.whole) {
-    const char* from = static_cast<const char*>(data) + turn.first * (wide ? 4 : 2);
-    if (wide) {
-#pragma unroll
-      for (int i = 0; i < N; i += 4) load_words<Quad>(from, i, &raw);
-    } else {
-      load_words<Narrow>(from, 0, &raw);
-    }
+// kOnce: nobody reads it again soon, so that it need not take the place of others in the caches.
+template <bool kOnce, typename T>
+__device__ inline T read(const T* from) {
+  if constexpr (kOnce) {
+    return __ldcs(from);
   } else {
+    return *from;
+  }
+}
+
+// Four elements as they lie in memory; 16-bit types fill the first half.
+struct Raw {
+  std::uint32_t words[kFour];
+};
+
+__device__ inline std::uint16_t part_of(const Raw& raw, int i) {
+  return static_cast<std::uint16_t>(raw.words[i / 2] >> (i % 2 * 16));
+}
+__device__ inline void set_part(Raw& raw, int i, std::uint32_t bits) { raw.words[i / 2] |= bits << (i % 2 * 16); }
+
+// The elements of this thread among the 64 from `row` on; zeros behind the last. Every thread of a team calls it. A list that is
+// not aligned, and the last elements, are read by neighbours next to one another, and then change threads.
+template <bool kOnce, int kLists>
+__device__ inline Raw load(Chunk<kLists>& chunk, int list, int row) {
+  Raw raw = {};
+  if (row >= chunk.count) return raw;
+  const bool wide = chunk.operands[list].type == Type::kFloat;
+  char* data = chunk.operands[list].at(row);
+  if (chunk.aligned[list] && row + kLanes <= chunk.count) {
+    if (wide) {
+      const uint4 four = read<kOnce>(in_global<const uint4>(data) + thread_of_team());
+      return {{four.x, four.y, four.z, four.w}};
+    }
+    const uint2 four = read<kOnce>(in_global<const uint2>(data) + thread_of_team());
+    return {{four.x, four.y}};
+  }
+  const int left = chunk.count - row - thread_of_team();
+  std::uint32_t bits[kFour] = {};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (i < turn.count) {
-        if (wide) {
-          raw.words[i] = static_cast<const std::uint32_t*>(data)[turn.first + i];
-        } else {
-          const std::uint32_t bits = static_cast<const std::uint16_t*>(data)[turn.first + i];
-          raw.words[i / 2] |= bits << (i % 2 * 16);
-        }
-      }
+  for (int k = 0; k < kFour; ++k) {
+    const int i = k * kTeam + thread_of_team();
+    if (k * kTeam < left) bits[k] = wide ? in_global<const std::uint32_t>(data)[i] : in_global<const std::uint16_t>(data)[i];
+  }
+  std::uint32_t* stage = chunk.stage[team_of_block()];
+#pragma unroll
+  for (int k = 0; k < kFour; ++k) stage[k * kTeam + thread_of_team()] = bits[k];
+  sync_team();
+#pragma unroll
+  for (int k = 0; k < kFour; ++k) {
+    const std::uint32_t mine = stage[thread_of_team() * kFour + k];
+    if (wide) {
+      raw.words[k] = mine;
+    } else {
+      set_part(raw, k, mine);
     }
   }
+  sync_team();
   return raw;
 }
 
-template <int N>
-__device__ inline void store_raw(void* data, std::uint8_t type, const Turn<N>& turn, const Raw<N>& raw) {
-  using Narrow = std::conditional_t<N == 8, Quad, Pair>;
-  const bool wide = is_wide(type);
-  if (turn.whole) {
-    char* to = static_cast<char*>(data) + turn.first * (wide ? 4 : 2);
+template <int kLists>
+__device__ inline void store(Chunk<kLists>& chunk, int list, int row, const Raw& raw) {
+  if (row >= chunk.count) return;
+  const bool wide = chunk.operands[list].type == Type::kFloat;
+  char* data = chunk.operands[list].at(row);
+  if (chunk.aligned[list] && row + kLanes <= chunk.count) {
     if (wide) {
-#pragma unroll
-      for (int i = 0; i < N; i += 4) store_words<Quad>(to, i, raw);
+      in_global<uint4>(data)[thread_of_team()] = {raw.words[0], raw.words[1], raw.words[2], raw.words[3]};
     } else {
-      store_words<Narrow>(to, 0, raw);
+      in_global<uint2>(data)[thread_of_team()] = {raw.words[0], raw.words[1]};
     }
-  } else {
+    return;
+  }
+  std::uint32_t* stage = chunk.stage[team_of_block()];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (i < turn.count) {
-        if (wide) {
-          static_cast<std::uint32_t*>(data)[turn.first + i] = raw.words[i];
-        } else {
-          static_cast<std::uint16_t*>(data)[turn.first + i] = static_cast<std::uint16_t>(raw.words[i / 2] >> (i % 2 * 16));
-        }
+  for (int k = 0; k < kFour; ++k) stage[thread_of_team() * kFour + k] = wide ? raw.words[k] : part_of(raw, k);
+  sync_team();
+#pragma unroll
+  for (int k = 0; k < kFour; ++k) {
+    const int i = k * kTeam + thread_of_team();
+    if (row + i < chunk.count) {
+      if (wide) {
+        in_global<std::uint32_t>(data)[i] = stage[i];
+      } else {
+        in_global<std::uint16_t>(data)[i] = static_cast<std::uint16_t>(stage[i]);
       }
     }
   }
+  sync_team();
 }
 
-// The 16 bits of element i.
-template <int N>
-__device__ inline std::uint16_t part_of(const Raw<N>& raw, int i) {
-  return static_cast<std::uint16_t>(raw.words[i / 2] >> (i % 2 * 16));
-}
+// -- elements as floats
 
-template <int N>
 struct Floats {
-  float values[N];
+  float values[kFour];
 };
 
-template <int N>
-__device__ inline Floats<N> unpack(const Raw<N>& raw, std::uint8_t type) {
-  Floats<N> x;
-  switch (static_cast<Type>(type)) {
-    case Type::kHalf:
+__device__ inline Floats unpack(const Raw& raw, Type type) {
+  Floats x;
 #pragma unroll
-      for (int i = 0; i < N; ++i) x.values[i] = to_float(Half{part_of(raw, i)});
-      break;
-    case Type::kBfloat:
-#pragma unroll
-      for (int i = 0; i < N; ++i) x.values[i] = to_float(Bfloat{part_of(raw, i)});
-      break;
-    default:
-#pragma unroll
-      for (int i = 0; i < N; ++i) x.values[i] = float_of(raw.words[i]);
+  for (int i = 0; i < kFour; ++i) {
+    if (type == Type::kFloat) {
+      x.values[i] = float_of(raw.words[i]);
+    } else {
+      x.values[i] = type == Type::kHalf ? to_float(Half{part_of(raw, i)}) : to_float(Bfloat{part_of(raw, i)});
+    }
   }
   return x;
 }
 
-template <int N>
-__device__ inline Raw<N> pack(const Floats<N>& x, std::uint8_t type) {
-  Raw<N> raw = {};
-  switch (static_cast<Type>(type)) {
-    case Type::kHalf:
+__device__ inline Raw pack(const Floats& x, Type type) {
+  Raw raw = {};
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        raw.words[i / 2] |= static_cast<std::uint32_t>(from_float<Half>(x.values[i]).bits) << (i % 2 * 16);
-      }
-      break;
-    case Type::kBfloat:
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        raw.words[i / 2] |= static_cast<std::uint32_t>(from_float<Bfloat>(x.values[i]).bits) << (i % 2 * 16);
-      }
-      break;
-    default:
-#pragma unroll
-      for (int i = 0; i < N; ++i) raw.words[i] = bits_of(x.values[i]);
+  for (int i = 0; i < kFour; ++i) {
+    if (type == Type::kFloat) {
+      raw.words[i] = bits_of(x.values[i]);
+    } else {
+      set_part(raw, i, type == Type::kHalf ? from_float<Half>(x.values[i]).bits : from_float<Bfloat>(x.values[i]).bits);
+    }
   }
   return raw;
-}
-
-// Where a list of this block begins; null stays null.
-template <int kLists>
-__device__ inline void* bytes_of(const Place<kLists>& place, int list) {
-  char* data = static_cast<char*>(place.data[list]);
-  return data == nullptr ? nullptr : data + place.begin * (is_wide(place.types[list]) ? 4 : 2);
 }
 
 }  // namespace amp_wrapper::cuda

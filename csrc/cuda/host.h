@@ -8,8 +8,10 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstring>
+
 #include "../common/lists.h"
-#include "kernel_args.h"
+#include "launch.h"
 
 namespace amp_wrapper::cuda {
 
@@ -24,7 +26,7 @@ class Tables {
   // but more launches.
   Upload upload() {
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return {};
-    return [this](const char* bytes, std::size_t size) {
+    return [this](const void* bytes, std::size_t size) {
       const auto options = at::TensorOptions().dtype(at::kByte);
       const auto count = static_cast<std::int64_t>(size);
       // torch's allocator gives pinned memory to nobody else before the copy is done
@@ -32,7 +34,7 @@ class Tables {
       std::memcpy(here.mutable_data_ptr(), bytes, size);
       kept_.push_back(at::empty({count}, options.device(device_)));
       kept_.back().copy_(here, /*non_blocking=*/true);
-      return static_cast<const char*>(kept_.back().const_data_ptr());
+      return kept_.back().const_data_ptr();
     };
   }
 
@@ -42,28 +44,23 @@ class Tables {
   std::vector<at::Tensor> kept_;
 };
 
-inline void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::int64_t element) {
-  return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
-}
-
-// Calls launch(work, chunks before); `operand` is that of for_launches.
-template <int kLists, typename O, typename F>
-void launch_all(const Flat& flat, c10::Device device, O operand, F launch) {
-  Tables tables(device);
-  for_launches<kLists>(
-      flat.counts(), operand, [&](const auto& work, std::int64_t before) { C10_CUDA_CHECK(launch(work, before)); },
-      tables.upload());
-}
-
-template <int kLists, typename F>
-void launch_all(const Flat& flat, c10::Device device, F launch) {
-  launch_all<kLists>(
-      flat, device,
-      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) {
-        *type = flat.type(list, tensor);
-        return at_element(flat, list, tensor, element);
-      },
-      launch);
+// The tensors that have elements.
+template <int kLists>
+Slots<kLists> slots_of(const Lists& lists) {
+  Slots<kLists> slots;
+  std::int32_t start = 0;
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    const std::int64_t count = lists.counts()[i];
+    if (count == 0) continue;
+    auto& slot = slots.emplace_back(TensorSlot<kLists>{{}, count, start, static_cast<std::int32_t>(i), {}});
+    for (int list = 0; list < kLists; ++list) {
+      const Operand operand = lists.operand(list, i);
+      slot.data[list] = operand.data;
+      slot.types[list] = operand.type;
+    }
+    start += static_cast<std::int32_t>(chunks_of(count));
+  }
+  return slots;
 }
 
 }  // namespace amp_wrapper::cuda

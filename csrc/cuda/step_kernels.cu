@@ -2,36 +2,45 @@
 
 #include <cuda_runtime.h>
 
+#include "launch.h"
 #include "step_kernels.cuh"
-#include "step_launch.h"
 
 namespace amp_wrapper::cuda {
 
-cudaError_t launch_prologue(const PrologueWork& work, cudaStream_t stream) {
-  // one block at least: it decides, whether or not there are parameters
-  const int blocks = work.parameters == 0 ? 1 : (work.parameters + kPrologueThreads - 1) / kPrologueThreads;
-  prologue_kernel<<<static_cast<unsigned>(blocks), kPrologueThreads, 0, stream>>>(work);
-  return cudaGetLastError();
+cudaError_t launch_prologue(const std::vector<ParameterSlot>& slots, const Upload& upload, const Decide& decide, Kind kind,
+                            float* rows, float* decision, cudaStream_t stream) {
+  const int parameters = static_cast<int>(slots.size());
+  const auto launch = [&](const auto& work, unsigned blocks) {
+    prologue_kernel<<<blocks, kPrologueThreads, 0, stream>>>(work, decide, kind, rows, decision, parameters);
+    return cudaGetLastError();
+  };
+  // it decides, whether or not there are parameters
+  if (parameters == 0) return launch(Work<ParameterSlot, kFewBytes>{}, 1);
+  return for_launches(slots, upload, launch);
 }
 
-cudaError_t launch_adam(const Work<kAdamLists>& work, const float* decision, bool amsgrad, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(work.chunks);
-  if (amsgrad) {
-    adam_kernel<true><<<blocks, kThreads, 0, stream>>>(work, decision);
-  } else {
-    adam_kernel<false><<<blocks, kThreads, 0, stream>>>(work, decision);
-  }
-  return cudaGetLastError();
+cudaError_t launch_adam(const Slots<kAdamLists>& slots, const Upload& upload, bool amsgrad, const float* rows,
+                        const float* decision, cudaStream_t stream) {
+  return for_launches(slots, upload, [&](const auto& work, unsigned blocks) {
+    if (amsgrad) {
+      adam_kernel<true><<<blocks, kThreads, 0, stream>>>(work, rows, decision);
+    } else {
+      adam_kernel<false><<<blocks, kThreads, 0, stream>>>(work, rows, decision);
+    }
+    return cudaGetLastError();
+  });
 }
 
-cudaError_t launch_sgd(const Work<kSgdLists>& work, const float* decision, bool momentums, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(work.chunks);
-  if (momentums) {
-    sgd_kernel<true><<<blocks, kThreads, 0, stream>>>(work, decision);
-  } else {
-    sgd_kernel<false><<<blocks, kThreads, 0, stream>>>(work, decision);
-  }
-  return cudaGetLastError();
+cudaError_t launch_sgd(const Slots<kSgdLists>& slots, const Upload& upload, bool momentums, const float* rows,
+                       const float* decision, cudaStream_t stream) {
+  return for_launches(slots, upload, [&](const auto& work, unsigned blocks) {
+    if (momentums) {
+      sgd_kernel<true><<<blocks, kThreads, 0, stream>>>(work, rows, decision);
+    } else {
+      sgd_kernel<false><<<blocks, kThreads, 0, stream>>>(work, rows, decision);
+    }
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace amp_wrapper::cuda

@@ -1,26 +1,32 @@
-// The host code of the CUDA ops on a CPU: csrc/cuda/ops.cpp and step_ops.cpp as they are, kernels.cu and step_kernels.cu with
-// their launches turned into calls of shim::launch (launches.inl, which the test writes), and stand-ins for the headers of CUDA
-// in include/.
-//
-// The ops are registered for the CPU, in a process where nothing else is.
+// All ops as a library for a CPU: those of csrc/cpu in the namespace amp_wrapper, and those of csrc/cuda in amp_shim. Of csrc/cuda
+// the host code is as it is, the launches of the kernels are turned into calls of shim::launch (launches.inl, which the test
+// writes), and the headers of CUDA are those in include/.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
 // at once, since torch's headers take most of the time
 #include "../../csrc/common/lists.cpp"
-#include "../../csrc/common/step_checks.cpp"
+#include "../../csrc/common/step_arguments.cpp"
+#include "../../csrc/cpu/list_ops_cpu.cpp"
+#include "../../csrc/cpu/step_ops_cpu.cpp"
+#include "../../csrc/library.cpp"
 #include "shim.h"
 
 #include "../../csrc/cuda/launches.inl"
 
+TORCH_LIBRARY(amp_shim, library) {
+  for (const char* schema : {kScale, kAxpby, kIsNonfinite, kL2norm, kPrologue, kAdam, kSgd}) library.def(schema);
+}
+
 // behind torch's headers, which have these words too
 #define kCUDA kCPU
-#define CUDA CPU
+#undef TORCH_LIBRARY_IMPL
+#define TORCH_LIBRARY_IMPL(name_space, key, library) _TORCH_LIBRARY_IMPL(amp_shim, CPU, library, C10_UID)
 // pinned memory needs a device
 #define pinned_memory(is_pinned) pinned_memory(shim::pinned(is_pinned))
-#include "../../csrc/cuda/ops.cpp"
-#include "../../csrc/cuda/step_ops.cpp"
+#include "../../csrc/cuda/list_ops_cuda.cpp"
+#include "../../csrc/cuda/step_ops_cuda.cpp"
 
 // For Python's ctypes.
 extern "C" {
