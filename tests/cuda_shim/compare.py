@@ -6,7 +6,6 @@ The library (host.cpp) has both: ``torch.ops.amp_wrapper`` for the CPU, ``torch.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,6 @@ SHAPES = [(1,), (0,), (7,), (3, 5), (), (2, 3, 4, 5), (63,), (65,), (33, 31), (1
 SPECIAL = (0.0, -0.0, 1e-7, 2.0**-25, 1e-40, 65504.0, 65520.0, 3e38, float('inf'), float('nan'))
 #: More small tensors than a launch has room for.
 MANY = [(9,)] * 130
-#: Types of a parameter and of what stands beside it.
-PAIRS = ((F32, F16), (F32, BF16), (BF16, I16), (F16, I16), (F32, None), (BF16, None))
 
 
 class Maker:
@@ -78,11 +75,10 @@ def step_calls(maker: Maker, shapes: Sequence[Sequence[int]], flags: int) -> Ite
     prologue = [*table, scalar(bool(skips)), None, scalar(3.0), *state, rule, 1.0, 0.5]
     yield 'step_prologue', prologue
     torch.ops.amp_wrapper.step_prologue(*prologue)
-    params = maker.list(shapes, [one for one, _ in PAIRS])
-    types = dict(zip(range(len(shapes)), itertools.cycle((F16, None, BF16))))
+    params = maker.list(shapes, (F32, F32, BF16, F16))
+    # for every fourth none, which is said by the parameter itself
     partners = [
-        maker.tensor(p.shape, I16 if p.dtype is not F32 else types[i] or p.dtype, False) if i % 4 else p
-        for i, p in enumerate(params)
+        maker.tensor(p.shape, FLOATS[i % 3] if p.dtype is F32 else I16, False) if i % 4 else p for i, p in enumerate(params)
     ]
     states = [maker.list(shapes) for _ in range(3)]
     if is_sgd:
