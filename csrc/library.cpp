@@ -13,21 +13,21 @@ constexpr const char* kAxpby =
 constexpr const char* kIsNonfinite = "multi_tensor_isnonfinite(Tensor[] tensors, Tensor(a!) found_inf) -> ()";
 constexpr const char* kL2norm =
     "multi_tensor_l2norm(Tensor[] tensors, Tensor? inverse_scale=None, Tensor(a!)? found_inf=None) -> Tensor";
-constexpr const char* kPrologue =
-    "step_prologue(Tensor(a!) decision, Tensor(b!) rows, Tensor(c!)[] steps, Tensor hyper, Tensor groups, int kind, "
-    "Tensor[] rates, int[] rated, Tensor? found_inf=None, Tensor? learned=None, Tensor? norm=None, Tensor(d!)? scale=None, "
-    "Tensor(e!)? growth_tracker=None, Tensor(f!)? hysteresis_tracker=None, Tensor(g!)? counts=None, float[] rule=[], "
-    "float? max_norm=None, float? clip_value=None) -> ()";
+// what decides on a step, behind the lists of both optimizers
+#define AMP_DECISION                                                                                               \
+  "Tensor(f!) decision, Tensor hyper, Tensor groups, Tensor[] rates, int[] rated, Tensor? found_inf=None, "       \
+  "Tensor? learned=None, Tensor? norm=None, Tensor(g!)? scale=None, Tensor(h!)? growth_tracker=None, "            \
+  "Tensor(i!)? hysteresis_tracker=None, Tensor(j!)? counts=None, float[] rule=[], float? max_norm=None, "         \
+  "float? clip_value=None) -> ()"
 constexpr const char* kAdam =
     "fused_adam(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] partners, Tensor rows, Tensor decision) -> ()";
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(k!)[] steps, Tensor(e!)[] partners, " AMP_DECISION;
 constexpr const char* kSgd =
-    "fused_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor(c!)[] partners, Tensor rows, "
-    "Tensor decision) -> ()";
+    "fused_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor(c!)[] partners, " AMP_DECISION;
+#undef AMP_DECISION
 
 constexpr const char* kNames[] = {"multi_tensor_scale",  "multi_tensor_axpby", "multi_tensor_isnonfinite",
-                                  "multi_tensor_l2norm", "step_prologue",      "fused_adam",
-                                  "fused_sgd"};
+                                  "multi_tensor_l2norm", "fused_adam",         "fused_sgd"};
 
 // An op that only writes to its arguments, for tensors without memory.
 void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -41,7 +41,7 @@ at::Tensor norm_without_memory(at::TensorList, const std::optional<at::Tensor>&,
 }  // namespace
 
 TORCH_LIBRARY(amp_wrapper, library) {
-  for (const char* schema : {kScale, kAxpby, kIsNonfinite, kL2norm, kPrologue, kAdam, kSgd}) {
+  for (const char* schema : {kScale, kAxpby, kIsNonfinite, kL2norm, kAdam, kSgd}) {
     library.def(schema, {at::Tag::pt2_compliant_tag});
   }
 }

@@ -13,7 +13,7 @@ namespace amp_wrapper {
 enum DecisionAt { kSkip, kInverse, kCoefficient, kLimit, kNorm, kScale, kSkipped, kInARow, kDecision };
 // Numbers of a row of Adam, and of SGD.
 enum AdamAt { kSign, kDecay, kRest1, kBeta2, kRest2, kRoot, kEps, kRate, kDecoupled, kRow = 12 };
-enum SgdAt { kMomentum = 2, kRest, kNesterov, kSgdRate, kFirst };
+enum SgdAt { kMomentum = 2, kRest, kNesterov, kSgdRate };
 
 // The gradient that counts: unscaled, clipped, and against its sign where it is climbed.
 template <typename M>
@@ -98,7 +98,6 @@ struct Sgd {
   float rest;
   float rate;
   bool nesterov;
-  bool first;
 
   AMP_INLINE Sgd(const float* row, const float* decision)
       : gradient(row, decision),
@@ -106,8 +105,7 @@ struct Sgd {
         momentum(row[kMomentum]),
         rest(row[kRest]),
         rate(row[kSgdRate]),
-        nesterov(row[kNesterov] != 0.0f),
-        first(row[kFirst] != 0.0f) {}
+        nesterov(row[kNesterov] != 0.0f) {}
 
   // Returns the new parameter; with kMomentums, `buffer` is the momentum, old and then new.
   template <bool kMomentums>
@@ -116,7 +114,8 @@ struct Sgd {
     Floats g = gradient(scaled);
     if (decay != 0.0f) g = M::multiply_add(w, M::all(decay), g);
     if constexpr (kMomentums) {
-      const Floats moved = first ? g : M::multiply_add(M::all(rest), g, *buffer * momentum);
+      // a momentum of zeros has not begun, and becomes the first gradient where nothing is dampened
+      const Floats moved = M::multiply_add(M::all(rest), g, *buffer * momentum);
       *buffer = moved;
       g = nesterov ? M::multiply_add(M::all(momentum), moved, g) : moved;
     }

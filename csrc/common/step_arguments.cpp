@@ -73,16 +73,17 @@ Update check_sgd(c10::DeviceType type, at::TensorList grads, at::TensorList para
                       partners, rows, decision);
 }
 
-Prologue check_prologue(const PrologueArguments& a, c10::DeviceType type) {
+Prologue check_prologue(const DecisionArguments& a, Kind kind, const at::Tensor& rows, c10::DeviceType type) {
   const c10::Device device = a.decision.device();
   TORCH_CHECK_VALUE(device.type() == type, "decision is on ", device, ": all tensors of a call lie on one device.");
-  const auto size = static_cast<std::int64_t>(a.steps.size());
+  const std::int64_t size = rows.size(0);
   const std::int64_t groups = a.hyper.dim() == 2 ? a.hyper.size(0) : 0;
   check_table("decision", a.decision, {kDecision}, at::kFloat, device);
-  check_table("rows", a.rows, {size, kRow}, at::kFloat, device);
   check_table("hyper", a.hyper, {groups, kHyper}, at::kDouble, at::kCPU);
   check_table("groups", a.groups, {size}, at::kLong, at::kCPU);
-  TORCH_CHECK_VALUE(a.kind == 0 || a.kind == 1, "kind=", a.kind, ": 0 (Adam) or 1 (SGD) is expected.");
+  const std::int64_t counted = kind == Kind::kAdam ? size : 0;
+  TORCH_CHECK_VALUE(static_cast<std::int64_t>(a.steps.size()) == counted, "steps has ", a.steps.size(), " tensors: ", counted,
+                    " are expected.");
   TORCH_CHECK_VALUE(a.rates.size() == a.rated.size(), "rates has ", a.rates.size(), " tensors and rated ", a.rated.size(),
                     " numbers: the lists must pair up.");
   const bool moves = !a.rule.empty();
@@ -102,7 +103,7 @@ Prologue check_prologue(const PrologueArguments& a, c10::DeviceType type) {
   for (std::int64_t i = 0; i < size; ++i) {
     const std::int64_t group = group_of[i];
     TORCH_CHECK_VALUE(group >= 0 && group < groups, "groups[", i, "] is ", group, ", and hyper has ", groups, " rows.");
-    auto* step = static_cast<float*>(check_scalar({"steps", i}, a.steps[i], device));
+    auto* step = i < counted ? static_cast<float*>(check_scalar({"steps", i}, a.steps[i], device)) : nullptr;
     parameters.push_back({hyper + group * kHyper, rates[group], step});
   }
   if (a.counts.has_value()) check_table("counts", *a.counts, {3}, at::kLong, device);
@@ -121,13 +122,13 @@ Prologue check_prologue(const PrologueArguments& a, c10::DeviceType type) {
       static_cast<float>(a.clip_value.value_or(std::numeric_limits<double>::infinity())),
   };
   for (const at::Tensor& step : a.steps) count_version(step);
-  for (const at::Tensor* table : {&a.decision, &a.rows}) count_version(*table);
+  count_version(a.decision);
   count_version(a.counts);
   if (moves) {
     for (const auto* state : {&a.scale, &a.growth_tracker, &a.hysteresis_tracker}) count_version(*state);
   }
-  return {decide, static_cast<Kind>(a.kind), static_cast<float*>(a.decision.mutable_data_ptr()),
-          static_cast<float*>(a.rows.mutable_data_ptr()), std::move(parameters)};
+  return {decide, kind, static_cast<float*>(a.decision.mutable_data_ptr()), static_cast<float*>(rows.mutable_data_ptr()),
+          std::move(parameters)};
 }
 
 }  // namespace amp_wrapper

@@ -22,14 +22,13 @@ Update check_adam(c10::DeviceType type, at::TensorList grads, at::TensorList par
 Update check_sgd(c10::DeviceType type, at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers,
                  at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision);
 
-// The arguments of step_prologue, in the order of its schema.
-struct PrologueArguments {
-  const at::Tensor& decision;
-  const at::Tensor& rows;
+// What decides on a step: the arguments of its op beside the lists, in the order of the schema.
+struct DecisionArguments {
+  // of Adam alone
   at::TensorList steps;
+  const at::Tensor& decision;
   const at::Tensor& hyper;
   const at::Tensor& groups;
-  std::int64_t kind;
   at::TensorList rates;
   at::IntArrayRef rated;
   OptionalTensor found_inf;
@@ -50,6 +49,7 @@ struct Parameter {
   const double* hyper;
   // on the device; the rate is null where the lr among the hyper-parameters holds
   const float* rate;
+  // null for SGD
   float* step;
 };
 
@@ -62,6 +62,7 @@ struct Prologue {
   std::vector<Parameter> parameters;
 };
 
-Prologue check_prologue(const PrologueArguments& arguments, c10::DeviceType type);
+// Writes `rows`, which the update reads.
+Prologue check_prologue(const DecisionArguments& arguments, Kind kind, const at::Tensor& rows, c10::DeviceType type);
 
 }  // namespace amp_wrapper

@@ -1,5 +1,5 @@
 // The prologue of an optimizer step: whether it is taken, and what each parameter needs to know. Described in
-// amp_wrapper/ops/optimizer_step.py. The only place with double precision: a few numbers for each parameter.
+// amp_wrapper/ops. The only place with double precision: a few numbers for each parameter.
 #pragma once
 
 #include <cmath>
@@ -83,15 +83,14 @@ AMP_INLINE std::int64_t count_of(float steps) {
   return static_cast<std::int64_t>(steps < 4294967040.0f ? steps : 4294967040.0f);
 }
 
-// The row of one parameter, and its step count, which grows where the step is taken. `rate` stands in for the lr, or is null.
+// The row of one parameter, and its step count, which grows where the step is taken; null for SGD, which needs none. `rate`
+// stands in for the lr, or is null.
 AMP_INLINE void fill_row(Kind kind, const double* hyper, const float* rate, float* steps, bool taken, float* row) {
-  const float before = *steps;
-  const float after = before + (taken ? 1.0f : 0.0f);
-  *steps = after;
   const double lr = rate == nullptr ? hyper[0] : static_cast<double>(*rate);
   for (int i = 0; i < kRow; ++i) row[i] = 0.0f;
   if (kind == Kind::kAdam) {
-    const std::int64_t count = count_of(after);
+    *steps += taken ? 1.0f : 0.0f;
+    const std::int64_t count = count_of(*steps);
     const double decay = hyper[4];
     row[kSign] = hyper[5] != 0.0 ? -1.0f : 1.0f;
     row[kDecay] = static_cast<float>(hyper[6] != 0.0 ? 1.0 - lr * decay : decay);
@@ -110,7 +109,6 @@ AMP_INLINE void fill_row(Kind kind, const double* hyper, const float* rate, floa
   row[kRest] = static_cast<float>(1.0 - hyper[2]);
   row[kNesterov] = static_cast<float>(hyper[3]);
   row[kSgdRate] = static_cast<float>(-lr);
-  row[kFirst] = before == 0.0f ? 1.0f : 0.0f;
 }
 
 // The decision of one step. Pointers are null for what is not there.

@@ -1,41 +1,12 @@
 // The ops of an optimizer step on a CPU.
 
-#include <torch/library.h>
-
 #include <algorithm>
 
-#include "../common/step_arguments.h"
+#include "../common/step_ops.h"
 #include "host.h"
 
 namespace amp_wrapper::cpu {
 namespace {
-
-void step_prologue(const at::Tensor& decision, const at::Tensor& rows, at::TensorList steps, const at::Tensor& hyper,
-                   const at::Tensor& groups, std::int64_t kind, at::TensorList rates, at::IntArrayRef rated,
-                   OptionalTensor found_inf, OptionalTensor learned, OptionalTensor norm, OptionalTensor scale,
-                   OptionalTensor growth_tracker, OptionalTensor hysteresis_tracker, OptionalTensor counts,
-                   at::ArrayRef<double> rule, std::optional<double> max_norm, std::optional<double> clip_value) {
-  const Prologue prologue = check_prologue({decision, rows, steps, hyper, groups, kind, rates, rated, found_inf, learned, norm,
-                                            scale, growth_tracker, hysteresis_tracker, counts, rule, max_norm, clip_value},
-                                           c10::kCPU);
-  const bool taken = !prologue.decide.skips();
-  // the parameter before, and its count: where both agree, powers are not taken again
-  const Parameter* last = nullptr;
-  float before = 0.0f;
-  float* row = prologue.rows;
-  for (const Parameter& parameter : prologue.parameters) {
-    if (last != nullptr && parameter.hyper == last->hyper && bits_of(*parameter.step) == bits_of(before)) {
-      std::copy(row - kRow, row, row);
-      *parameter.step = *last->step;
-    } else {
-      before = *parameter.step;
-      fill_row(prologue.kind, parameter.hyper, parameter.rate, parameter.step, taken, row);
-    }
-    last = &parameter;
-    row += kRow;
-  }
-  prologue.decide(prologue.decision);
-}
 
 // Every chunk of every parameter, where the decision is to take the step.
 template <int kLists, typename F>
@@ -48,23 +19,36 @@ void update_chunks(const Update& update, F kernel) {
   });
 }
 
-void fused_adam(at::TensorList grads, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                at::TensorList max_exp_avg_sqs, at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision) {
-  update_chunks<kAdamLists>(
-      check_adam(c10::kCPU, grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, partners, rows, decision), kernels().adam);
-}
+struct Cpu {
+  static constexpr c10::DeviceType kType = c10::kCPU;
 
-void fused_sgd(at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers, at::TensorList partners,
-               const at::Tensor& rows, const at::Tensor& decision) {
-  update_chunks<kSgdLists>(check_sgd(c10::kCPU, grads, params, momentum_buffers, partners, rows, decision), kernels().sgd);
-}
+  static void decide(const Prologue& prologue, c10::Device) {
+    const bool taken = !prologue.decide.skips();
+    // the parameter before, and its count: where both agree, powers are not taken again
+    const Parameter* last = nullptr;
+    float before = 0.0f;
+    float* row = prologue.rows;
+    for (const Parameter& parameter : prologue.parameters) {
+      const float count = parameter.step == nullptr ? 0.0f : *parameter.step;
+      if (last != nullptr && parameter.hyper == last->hyper && bits_of(count) == bits_of(before)) {
+        std::copy(row - kRow, row, row);
+        if (parameter.step != nullptr) *parameter.step = *last->step;
+      } else {
+        fill_row(prologue.kind, parameter.hyper, parameter.rate, parameter.step, taken, row);
+      }
+      before = count;
+      last = &parameter;
+      row += kRow;
+    }
+    prologue.decide(prologue.decision);
+  }
+
+  static void adam(const Update& update, bool, c10::Device) { update_chunks<kAdamLists>(update, kernels().adam); }
+  static void sgd(const Update& update, bool, c10::Device) { update_chunks<kSgdLists>(update, kernels().sgd); }
+};
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) {
-  library.impl("step_prologue", step_prologue);
-  library.impl("fused_adam", fused_adam);
-  library.impl("fused_sgd", fused_sgd);
-}
+TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) { register_steps<Cpu>(library); }
 
 }  // namespace amp_wrapper::cpu
