@@ -62,19 +62,15 @@ def list_calls(maker: Maker, shapes: Sequence[Sequence[int]]) -> Iterator[tuple[
 
 
 def step_calls(maker: Maker, shapes: Sequence[Sequence[int]], flags: int) -> Iterator[tuple[str, list[Any]]]:
-    """A prologue and what it prepares: of Adam or SGD, skipped, or with all states."""
+    """A step of Adam or SGD, skipped, or with all states."""
     is_sgd, skips, has_all = flags & 1, flags & 2, flags & 4
-    rows, decision = torch.zeros(len(shapes), 12), torch.zeros(8)
     adam = [[1e-2, 0.9, 0.999, 1e-8, 0.05, 1.0, 1.0], [3e-3, 0.3, 0.95, 1e-6, 0.0, 0.0, 0.0]]
     sgd = [[1e-1, 0.9, 0.1, 1.0, 0.05, 1.0, 0.0], [3e-2, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]]
     hyper = torch.tensor(sgd if is_sgd else adam, dtype=torch.float64)
-    steps = [scalar(i % 3 * 50) for i in range(len(shapes))]
-    table = [decision, rows, steps, hyper, torch.arange(len(shapes)) % 2, is_sgd, [scalar(1e-2)], [1]]
+    table = [torch.zeros(8), hyper, torch.arange(len(shapes)) % 2, [scalar(1e-2)], [1]]
     state = [scalar(1024.0), scalar(2, torch.int32), scalar(1, torch.int32), torch.tensor([7, 3, 1])]
     rule = [2.0, 0.5, 3.0, 2.0, 0.25, 2.0**20]
-    prologue = [*table, scalar(bool(skips)), None, scalar(3.0), *state, rule, 1.0, 0.5]
-    yield 'step_prologue', prologue
-    torch.ops.amp_wrapper.step_prologue(*prologue)
+    given = [*table, scalar(bool(skips)), None, scalar(3.0), *state, rule, 1.0, 0.5]
     params = maker.list(shapes, (F32, F32, BF16, F16))
     # for every fourth none, which is said by the parameter itself
     partners = [
@@ -82,24 +78,21 @@ def step_calls(maker: Maker, shapes: Sequence[Sequence[int]], flags: int) -> Ite
     ]
     states = [maker.list(shapes) for _ in range(3)]
     if is_sgd:
-        momentums = states[0] if has_all else []
-        yield 'fused_sgd', [maker.list(shapes), params, momentums, partners, rows, decision]
+        yield 'fused_sgd', [maker.list(shapes), params, states[0] if has_all else [], partners, *given]
     else:
-        first, second, most = states[0], [t.abs() for t in states[1]], [t.abs() for t in states[2]] if has_all else []
-        yield 'fused_adam', [maker.list(shapes), params, first, second, most, partners, rows, decision]
+        moments = [states[0], [t.abs() for t in states[1]], [t.abs() for t in states[2]] if has_all else []]
+        steps = [scalar(i % 3 * 50) for i in range(len(shapes))]
+        yield 'fused_adam', [maker.list(shapes), params, *moments, steps, partners, *given]
 
 
 def calls() -> Iterator[tuple[str, list[Any]]]:
     for special in (False, True):
         yield from list_calls(Maker(int(special), special), SHAPES)
     yield from list_calls(Maker(2), MANY)
-    yield 'step_prologue', [torch.zeros(8), torch.zeros(0, 12), [], *_no_groups()]
+    # of no parameters, there is a decision all the same
+    yield from step_calls(Maker(3), [], 0)
     for flags in range(8):
         yield from step_calls(Maker(3 + flags), MANY if flags in (4, 5) else SHAPES, flags)
-
-
-def _no_groups() -> list[Any]:
-    return [torch.zeros(0, 7, dtype=torch.float64), torch.zeros(0, dtype=torch.int64), 0, [], []]
 
 
 def copied(value: Any, copies: dict[int, Tensor]) -> Any:

@@ -16,7 +16,7 @@
 #include "../../csrc/cuda/launches.inl"
 
 TORCH_LIBRARY(amp_shim, library) {
-  for (const char* schema : {kScale, kAxpby, kIsNonfinite, kL2norm, kPrologue, kAdam, kSgd}) library.def(schema);
+  for (const char* schema : {kScale, kAxpby, kIsNonfinite, kL2norm, kAdam, kSgd}) library.def(schema);
 }
 
 // behind torch's headers, which have these words too
