@@ -23,10 +23,6 @@ PINNED_TORCH := $(shell sed -n 's/^torch==//p' requirements/runtime.txt)
 # DRY=1 to see the cells alone
 CELLS ?=
 KEEP ?=
-# of wheels: the interpreters, the versions of torch, and the folder
-PYTHONS ?= 3.10 3.11 3.12 3.13
-TORCHES ?= 2.11.0 $(PINNED_TORCH)
-DIST ?= dist
 # the environment of test-foreign
 FOREIGN ?= .venv-foreign
 
@@ -43,7 +39,7 @@ DRY ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help gpu-check ops train test test-all test-torch test-onedl matrix wheels test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-all test-torch test-onedl matrix test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
@@ -52,7 +48,6 @@ help:
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0, or newest); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
 	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in docs/versions.md (CELLS=, KEEP=1, DRY=1)'
-	@echo 'make wheels  a wheel in pure Python, and wheels with compiled ops (TORCHES=, PYTHONS=, DIST=dist, KEEP=1, DRY=1)'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
 	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
 	@echo 'make crash-test  kill about 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
@@ -89,14 +84,14 @@ $(VENV)/.runtime: $(VENV)/pyvenv.cfg requirements/build.txt requirements/runtime
 build_ops = @echo '== building the compiled ops'; \
 	$(BIN)/python setup.py build_ext --inplace > $(VENV)/ops.log || { cat $(VENV)/ops.log >&2; exit 1; }
 
-$(VENV)/.ops: $(VENV)/.runtime setup.py amp_wrapper/ops/building.py amp_wrapper/ops/cuda_toolkit.py $(CXX_SOURCES)
+$(VENV)/.ops: $(VENV)/.runtime setup.py amp_wrapper/ops/building.py $(CXX_SOURCES)
 	$(build_ops)
 	@touch $@
 
 ops: $(VENV)/.runtime
 	$(build_ops)
 	@touch $(VENV)/.ops
-	@$(BIN)/python -m amp_wrapper.info
+	@$(BIN)/python -m amp_wrapper info
 
 # the ops stand after the bar: they are brought up to date, but are no reason to install anything again
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt | $(VENV)/.ops
@@ -139,10 +134,9 @@ $(VENV_TORCH)/.done-$(ENGINE): requirements/build.txt requirements/runtime.txt r
 	@rm -f $(VENV_TORCH)/.done-*
 	@touch $@
 
-# the library in the source tree is that of one torch at a time: make ops brings back that of $(VENV)
+# the name of a library says which torch it is for: that of $(VENV) stays beside it
 test-torch: $(VENV_TORCH)/.done-$(ENGINE)
 	$(VENV_TORCH)/bin/python setup.py build_ext --inplace > $(VENV_TORCH)/ops.log || { cat $(VENV_TORCH)/ops.log >&2; exit 1; }
-	@rm -f $(VENV)/.ops $(DOWNSTREAM)/.ops $(FOREIGN)/.ops
 	$(VENV_TORCH)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # the torch of everything else, and the fork
@@ -153,10 +147,6 @@ test-onedl:
 matrix:
 	$(PYTHON) tools/run_matrix.py $(foreach cell,$(CELLS),--cell '$(cell)') $(if $(KEEP),--keep) $(if $(DRY),--dry) \
 	--workers $(WORKERS) -- $(PYTEST_ARGS)
-
-wheels: $(VENV)/pyvenv.cfg
-	$(PIP) install --quiet -r requirements/build.txt
-	$(BIN)/python tools/build_wheels.py --python $(PYTHONS) --torch $(TORCHES) --out $(DIST) $(if $(KEEP),--keep) $(if $(DRY),--dry)
 
 crash-test: $(VENV)/.dev
 	KILLS=$(KILLS) SEED=$(SEED) $(TRY) --full tests/system/test_crash.py
@@ -232,5 +222,5 @@ gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check --stage $(STAGE) --budget $(BUDGET) $(if $(DRY),--dry)
 
 clean:
-	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json
+	rm -rf amp_wrapper/ops/*.so
 	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,27 +1,27 @@
-"""Reports the installation: ``python -m amp_wrapper.info`` prints it, ``--json`` for programs.
+"""Reports the installation, for ``amp-wrapper info``.
 
-Versions, devices, what serves the ops on each, how the compiled library was built or why there is none, and the environment
-variables that change any of it. Works without mmengine and without the library.
+Versions, devices, what serves the ops on each and why, and the environment variables that change any of it. Works without
+mmengine and without the library.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
 import os
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from . import __version__, ops
-from .errors import AmpError
-from .ops import loader
+from . import __version__
+from .ops.loader import library
 
-#: What changes the ops at run time: the first chooses them, the second lowers the instruction set of torch and of the CPU ops.
-VARIABLES = ('AMP_WRAPPER_OPS', 'ATEN_CPU_CAPABILITY')
+#: What changes the ops at run time: whether there are any, where they are looked for, and the instruction set of torch and of
+#: the CPU ops.
+VARIABLES = ('AMP_WRAPPER_OPS', 'TORCH_EXTENSIONS_DIR', 'ATEN_CPU_CAPABILITY')
 
 
 def _version_of(module: str) -> str | None:
@@ -57,32 +57,16 @@ def devices() -> dict[str, str]:
     return found
 
 
-def backends() -> dict[str, str]:
-    """Device type to what serves the ops there: 'CPU op', 'CUDA op' or 'reference'.
-
-    Tensors of other dtypes than the compiled ones are left to the reference on every device.
-    """
-    return {kind: ops.backend_of(kind) for kind in ('cpu', 'cuda')}
-
-
-def build() -> dict[str, Any]:
-    """How the library was built.
+def ops() -> dict[str, str]:
+    """What serves the ops.
 
     Returns:
-        ``loaded``; ``file``; ``reason``, why there is no library or none for CUDA; ``how``, what to do where it is missing and
-        nobody chose that; ``sources_changed`` since the build, None where it is unknown; and what the build noted.
+        'cpu' and 'cuda' to 'compiled' or 'torch'; ``library``, its file; ``reason``, why there is none, or none for CUDA, and
+        what to type.
     """
-    found = loader.library()
-    loaded = found.module is not None
-    noted = ('torch', 'cuda', 'architectures', 'compiler', 'nvcc', 'python')
-    return {
-        'loaded': loaded,
-        'file': getattr(found.module, '__file__', None),
-        'reason': found.reason,
-        'how': '' if loaded or found.chosen else loader.HOW_TO_BUILD,
-        'sources_changed': loader.changed_sources(),
-        **{key: found.facts.get(key) for key in noted},
-    }
+    found = library()
+    served = {kind: 'compiled' if kind in found.devices else 'torch' for kind in ('cpu', 'cuda')}
+    return {**served, 'library': str(found.path or ''), 'reason': found.reason}
 
 
 def environment() -> dict[str, str | None]:
@@ -92,13 +76,7 @@ def environment() -> dict[str, str | None]:
 
 def report() -> dict[str, dict[str, Any]]:
     """All of it, as plain data."""
-    return {
-        'versions': versions(),
-        'devices': devices(),
-        'ops': backends(),
-        'build': build(),
-        'environment': environment(),
-    }
+    return {'versions': versions(), 'devices': devices(), 'ops': ops(), 'environment': environment()}
 
 
 def show(as_json: bool = False) -> None:
@@ -115,20 +93,16 @@ def show(as_json: bool = False) -> None:
         print(json.dumps(facts, indent=1))
         return
     for title, rows in facts.items():
-        print(title)
-        for name, value in rows.items():
-            print(f'  {name:<20}{"-" if value in (None, "") else value}')
+        show_rows(title, rows)
 
 
-def main() -> None:
-    """The command line of ``python -m amp_wrapper.info``."""
-    parser = argparse.ArgumentParser(prog='python -m amp_wrapper.info', description=(__doc__ or '').splitlines()[0])
-    parser.add_argument('--json', action='store_true', help='print one JSON object')
-    try:
-        show(parser.parse_args().json)
-    except AmpError as error:
-        raise SystemExit(str(error)) from None
+def show_rows(title: str, rows: Mapping[str, Any]) -> None:
+    """Print one part of the report.
 
-
-if __name__ == '__main__':
-    main()
+    Args:
+        title: Its name.
+        rows: Name to value; a dash stands for None and ''.
+    """
+    print(title)
+    for name, value in rows.items():
+        print(f'  {name:<22}{"-" if value in (None, "") else value}')

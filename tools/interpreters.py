@@ -1,4 +1,4 @@
-"""The Python interpreters that ``make wheels`` and ``make matrix`` find on a machine."""
+"""The Python interpreters that ``make matrix`` finds on a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``amp-wrapper info``: what is installed here, and what serves the ops; the same as ``python -m amp_wrapper.info``."""
+"""``amp-wrapper info``: what is installed here, and what serves the ops."""
 
 from __future__ import annotations
 

@@ -116,11 +116,6 @@ def _by_device(front: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
 
 def _uncompiled(front: Callable[..., Any], arguments: Mapping[str, Any], is_missing: bool) -> Any:
     """A call that no compiled kernel takes as it is: on several devices, on another device, of other types, or wrong."""
-    if is_missing:
-        loader.warn_if_missing()
-    values = (value if isinstance(value, (list, tuple)) else [value] for value in arguments.values())
-    if any(isinstance(tensor, Tensor) and tensor.is_cuda for tensors in values for tensor in tensors):
-        loader.warn_if_cuda_is_missing()
     if not is_missing and front.__name__ in _SPLIT and _by_device(front, arguments):
         return None
     return REFERENCES[front.__name__](**arguments)
@@ -137,7 +132,7 @@ def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(meaning)
     def front(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch.compiler.is_compiling():
-            compiled = getattr(loader.library().module, op, None)
+            compiled = getattr(torch.ops.amp_wrapper, op) if loader.library().devices else None
             if compiled is not None:
                 # its own checks are the cheapest way to find out; they come before anything is written
                 with suppress(NotImplementedError):

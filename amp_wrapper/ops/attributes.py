@@ -1,24 +1,15 @@
-"""Walks through lists of tensors: cheap enough to be made several times in a step, for hundreds of tensors.
-
-The compiled library makes them in a tenth of the time.
-"""
+"""Walks through lists of tensors: cheap enough to be made several times in a step, for hundreds of tensors."""
 
 from __future__ import annotations
 
-import functools
 import operator
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from itertools import chain, repeat, starmap
-from typing import Any, TypeVar
+from itertools import chain, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from . import loader
-
-_F = TypeVar('_F', bound=Callable[..., Any])
 
 _SHAPE, _DTYPE, _DEVICE = map(operator.attrgetter, ('shape', 'dtype', 'device'))
 #: What each of some dicts held under a name.
@@ -37,15 +28,11 @@ def unchanged(pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]], columns: Ite
         pairs: Lists as they were, and as they are.
         columns: Dicts, a name, and what they had under it.
     """
-    compiled = loader.library().module
-    if compiled is None:
-        held = ((list(map(operator.itemgetter(name), states)), values) for states, name, values in columns)
-        try:
-            return all(same(one, other) for one, other in chain(pairs, held))
-        except KeyError:
-            return False
-    # without a frame of Python for each
-    return all(starmap(compiled.same, pairs)) and all(starmap(compiled.holds, columns))
+    held = ((list(map(operator.itemgetter(name), states)), values) for states, name, values in columns)
+    try:
+        return all(same(one, other) for one, other in chain(pairs, held))
+    except KeyError:
+        return False
 
 
 def fingerprints(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], are_own: bool) -> tuple[Any, ...]:
@@ -54,17 +41,12 @@ def fingerprints(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], 
     Args:
         tensors: Tensors.
         gradients: One for each, or None.
-        are_own: Whether they are the ``.grad`` of each. Without a library only half of it is taken then: torch has seen to it
+        are_own: Whether they are the ``.grad`` of each. Only half of it is taken: torch has seen to it
             that both have one shape, one dtype and one device.
     """
-    compiled = loader.library().module
-    if compiled is not None:
-        # of tensor subclasses whose shape is a Python method
-        with suppress(NotImplementedError):
-            return compiled.fingerprint(tensors), compiled.fingerprint(gradients)
     layouts = [None if gradient is None else gradient.layout for gradient in gradients]
     there = [gradient for gradient in gradients if gradient is not None]
-    if are_own and compiled is None:
+    if are_own:
         # numbers of devices are compared in half the time
         return _values(tensors, _SHAPE, Tensor.get_device), _values(there, _DTYPE), layouts
     return *(_values(each, _SHAPE, _DTYPE, _DEVICE) for each in (tensors, there)), layouts
@@ -75,29 +57,11 @@ def _values(tensors: Sequence[Tensor], *attributes: Callable[[Any], Any]) -> lis
     return [list(map(attribute, tensors)) for attribute in attributes]
 
 
-def _compiled(meaning: _F) -> _F:
-    """The function of the same name in the compiled library, if there is one: looked for at the first call.
-
-    It then stands in this module in place of ``meaning``, so that a call costs no frame of Python: write
-    ``attributes.versions(...)``, and import no name from here.
-    """
-
-    @functools.wraps(meaning)
-    def first(*args: Any) -> Any:
-        chosen = getattr(loader.library().module, meaning.__name__, meaning)
-        globals()[meaning.__name__] = chosen
-        return chosen(*args)
-
-    return first  # type: ignore[return-value]
-
-
-@_compiled
 def versions(tensors: Sequence[Tensor | None]) -> bytes:
     """torch's version counter of each tensor, -1 for None: eight bytes each, to be compared, or read by :func:`numbers_of`."""
     return array('q', [-1 if tensor is None else tensor._version for tensor in tensors]).tobytes()
 
 
-@_compiled
 def addresses(tensors: Sequence[Tensor | None]) -> bytes:
     """Where the memory of each tensor begins, as :func:`versions` gives numbers."""
     return array('q', [-1 if tensor is None else tensor.data_ptr() for tensor in tensors]).tobytes()
@@ -108,13 +72,11 @@ def numbers_of(values: bytes) -> Sequence[int]:
     return memoryview(values).cast('q')
 
 
-@_compiled
 def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """``.grad`` of each tensor."""
     return [tensor.grad for tensor in tensors]
 
 
-@_compiled
 def set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | None) -> None:
     """Set ``.grad`` of each tensor.
 
@@ -131,13 +93,11 @@ def set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | No
         tensor.grad = gradient
 
 
-@_compiled
 def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
     """Whether one of them can be differentiated."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-@_compiled
 def float32_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A dense float32 tensor like each, whose memory nobody has written to."""
     return [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]

@@ -297,7 +297,6 @@ def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('report config.py --cfg-options train_dataloader.dataset.length=a', 'data cannot be read'),
         ('suggest-level config.py --steps 2', 'steps=2'),
         ('suggest-level config.py --html .', 'is a folder'),
-        ('build-ops --out config.py/ops', 'cannot be written to'),
         ('plot nothing', "no log 'nothing'"),
     ):
         assert text in error(capsys, *line.split()), line
@@ -316,7 +315,7 @@ def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         'report c.py --depth=-1',
         'suggest-level c.py --levels O7',
         'plot log --panels los',
-        'build-ops --jobs=0',
+        'build-ops --job 2',
         'migrate',
         'migrate none.py',
     ],

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import ops
-from amp_wrapper.ops import attributes, loader
+from amp_wrapper.ops import loader
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FLOATS = (F32, F16, BF16)
@@ -45,24 +43,17 @@ class NoHostRead(TorchDispatchMode):
 
 
 @contextmanager
-def ops_from(folder: Path | str) -> Iterator[None]:
-    """Uses the library of a folder, and none where it has none, as a new process with ``AMP_WRAPPER_OPS`` would.
+def ops_from(setting: str) -> Iterator[None]:
+    """Looks for the library as a new process with this ``AMP_WRAPPER_OPS`` would: 'torch' does without.
 
     This is the one place of these tests that knows where the package keeps what it has found.
     """
-    with mock.patch.dict(os.environ, AMP_WRAPPER_OPS=str(folder)):
-        _look_again()
+    with mock.patch.dict(os.environ, AMP_WRAPPER_OPS=setting):
+        loader.library.cache_clear()
         try:
             yield
         finally:
-            _look_again()
-    _look_again()
-
-
-def _look_again() -> None:
-    loader.library.cache_clear()
-    # where functions of the library have taken the place of those in Python
-    importlib.reload(attributes)
+            loader.library.cache_clear()
 
 
 def skip_without_library(device: torch.device) -> None:

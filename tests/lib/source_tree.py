@@ -1,8 +1,4 @@
-"""A copy of the source tree that tests build in, with a stand-in for the compiler.
-
-The stand-in hands out the objects that the build of this tree left in ``build/``; where there are none, or of other sources, it
-calls the real one.
-"""
+"""A copy of the source tree that tests build in, with two small files in place of ``csrc``."""
 
 from __future__ import annotations
 
@@ -12,52 +8,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import torch
 from processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = Path('amp_wrapper', 'ops', '_build.json')
-SUFFIXES = ('.h', '.cpp', '.inl', '.cu', '.cuh')
-FOLDERS = ('amp_wrapper', 'csrc', 'requirements')
-FILES = 'setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile'.split()
+FOLDERS = ('amp_wrapper', 'csrc')
+FILES = ('setup.py', 'pyproject.toml', 'MANIFEST.in', 'README.md', 'LICENSE')
 #: What a build reads; no test takes it from its own environment.
 VARIABLES = 'AMP_WRAPPER_WITH_OPS AMP_WRAPPER_OPS FORCE_CUDA TORCH_CUDA_ARCH_LIST MAX_JOBS CXX PYTHONPATH'.split()
-# Compiles by copying. The objects do not know where their sources lie: they are made without debug information.
-STAND_IN = """#!{python}
-import os, shutil, sys
-words, log, kept = sys.argv[1:], {log!r}, {kept!r}
-if '-c' in words:
-    # torch says -c twice
-    source = words[len(words) - words[::-1].index('-c')]
-    name = source[source.rindex('csrc/'):]
-    open(log, 'a').write(name + '\\n')
-    target, headers = words[words.index('-o') + 1], kept.get(name)
-    if headers is not None and 'BROKEN' not in open(source).read():
-        shutil.copyfile(os.path.join({objects!r}, os.path.splitext(name)[0] + '.o'), target)
-        used = [source[:source.rindex('csrc/')] + header for header in [name, *headers]]
-        open(words[words.index('-MF') + 1], 'w').write(target + ': ' + ' '.join(used))
-        sys.exit()
-os.execvp('c++', ['c++', *words])
+#: Enough for the loader: one op that has a kernel. No compiler takes long over it.
+SOURCE = """#include <torch/library.h>
+TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) {
+  library.impl("multi_tensor_scale", torch::CppFunction::makeFallthrough());
+}
 """
-
-
-def kept_objects() -> tuple[str, dict[str, list[str]]]:
-    """The folder of this tree's objects, and the headers of each source; nothing where they are of other sources."""
-    folders = list((ROOT / 'build').glob(f'ops-{torch.__version__}-cpu-{sys.implementation.cache_tag}'))
-    ninja = shutil.which('ninja', path=f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}')
-    if not folders or ninja is None:
-        return '', {}
-    told = subprocess.run([ninja, '-C', folders[0], '-t', 'deps'], capture_output=True, text=True, check=True).stdout
-    headers: dict[str, list[str]] = {}
-    for block in told.split('\n\n'):
-        target, *lines = block.splitlines() or ['']
-        used = [line.strip()[len(f'{ROOT}/') :] for line in lines if line.strip().startswith(f'{ROOT}/csrc/')]
-        made = (folders[0] / target.split(':')[0]).stat().st_mtime if used else 0
-        if used and '(VALID)' in target and all((ROOT / name).stat().st_mtime <= made for name in used):
-            headers[used[0]] = used[1:]
-    return str(folders[0]), headers
+COMPILER = '#!/bin/sh\nexec c++ "$@" -O0\n'
 
 
 def names_in(folder: Path) -> set[str]:
@@ -65,57 +30,51 @@ def names_in(folder: Path) -> set[str]:
 
 
 class Tree:
-    """A copy of the source tree, the way it is published, with a compiler that writes down what it compiles."""
+    """A copy of the source tree, the way it is published.
+
+    Args:
+        root: A folder for it, and for the cache.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.log, self.compiler, self.no_torch = (
-            root / 'amp',
-            root / 'compiled',
-            root / 'c++',
-            root / 'no_torch',
-        )
-        built = shutil.ignore_patterns('*.so', '_build.json', '__pycache__')
+        self.root, self.cache, self.compiler, no_torch = (root / name for name in ('amp', 'cache', 'c++', 'no_torch'))
         for name in FOLDERS:
+            built = shutil.ignore_patterns('*.so', '__pycache__')
             shutil.copytree(ROOT / name, self.root / name, ignore=built)
         for name in FILES:
             shutil.copy2(ROOT / name, self.root)
-        objects, kept = kept_objects()
-        self.compiler.write_text(STAND_IN.format(python=sys.executable, log=str(self.log), objects=objects, kept=kept))
+        self.compiler.write_text(COMPILER)
         self.compiler.chmod(0o755)
-        self.no_torch.mkdir()
+        no_torch.mkdir()
         # what an isolated build of pip sees
-        (self.no_torch / 'torch.py').write_text("raise ModuleNotFoundError('No module', name='torch')")
+        (no_torch / 'sitecustomize.py').write_text("import sys\nsys.modules['torch'] = None\n")
+        self.no_torch = {'PYTHONPATH': str(no_torch)}
 
-    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    def shrink(self) -> None:
+        """Put two small files in place of the sources."""
+        shutil.rmtree(self.root / 'csrc')
+        (self.root / 'csrc' / 'cpu').mkdir(parents=True)
+        (self.root / 'csrc' / 'library.cpp').write_text(SOURCE)
+        (self.root / 'csrc' / 'cpu' / 'empty.cpp').write_text('')
+
+    def run(
+        self, *words: str, cwd: Path | None = None, ok: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python, in the tree unless another folder is named."""
         env = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-        env = {**env, 'CXX': str(self.compiler), **variables}
-        if Path(variables.get('PYTHONPATH', ''), 'torch.py').exists():
-            words = [sys.executable, *command]
-            return subprocess.run(words, cwd=self.root, env=env, capture_output=True, text=True, timeout=550)
-        return python(*command, cwd=cwd or self.root, env=env, timeout=550)
+        env |= {'CXX': str(self.compiler), 'TORCH_EXTENSIONS_DIR': str(self.cache), **variables}
+        if words[0] == 'setup.py':
+            # with the torch that is there, without one, or with a broken one
+            command = [sys.executable, *words]
+            done = subprocess.run(command, cwd=cwd or self.root, env=env, capture_output=True, text=True, timeout=550)
+        else:
+            done = python(*words, cwd=cwd or self.root, env=env, timeout=550)
+        assert (done.returncode == 0) == ok, done.stdout + done.stderr
+        return done
 
-    def build(self, *command: str, **variables: str) -> list[str]:
-        """Build in place, or by another command; returns what was compiled."""
-        self.log.write_text('')
-        done = self.run('setup.py', *(command or ('build_ext', '--inplace')), **variables)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return sorted(self.log.read_text().split())
-
-    def record(self) -> dict[str, Any]:
-        return json.loads((self.root / RECORD).read_text())
-
-    def library(self, package: Path | None = None) -> dict[str, Any]:
-        """What the installed package says of its library, after an op has computed; and how often it has warned."""
-        code = (
-            'import contextlib, io, json, torch\n'
-            'from amp_wrapper import cli, ops\n'
-            'target = torch.zeros(3)\n'
-            'for factor in (2.0, 3.0):\n'
-            '    ops.multi_tensor_scale([torch.ones(3)], [target], torch.tensor(factor))\n'
-            'assert target.sum().item() == 9.0\n'
-            'cli.main(["info", "--json"])'
-        )
-        done = self.run('-c', code, cwd=self.root.parent, PYTHONPATH=str(package or self.root))
-        assert done.returncode == 0, done.stderr
-        facts = json.loads(done.stdout)['build']
-        return {**facts, 'warnings': done.stderr.count('runs without its compiled ops')}
+    def ops(self, package: Path | None = None, **variables: str) -> dict[str, str]:
+        """What ``amp-wrapper info`` says of the ops of this tree, or of an installed package."""
+        where = str(package or self.root)
+        done = self.run('-m', 'amp_wrapper', 'info', '--json', cwd=self.cache.parent, PYTHONPATH=where, **variables)
+        found: dict[str, str] = json.loads(done.stdout)['ops']
+        return found

@@ -23,13 +23,13 @@ def library(device: torch.device) -> None:
 
 
 @pytest.fixture(scope='session')
-def other_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What a new process says with an instruction set of torch's: see ``worker.py``. One for several tests."""
+def other_process() -> Callable[[str], dict[str, Any]]:
+    """What a new process says with an instruction set of torch's: see ``worker.py``."""
 
     @functools.cache
     def run(capability: str) -> dict[str, Any]:
         env = {**os.environ, 'ATEN_CPU_CAPABILITY': capability, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, str(Path(__file__).with_name('worker.py')), str(tmp_path_factory.mktemp('worker'))]
+        command = [sys.executable, str(Path(__file__).with_name('worker.py'))]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)

@@ -110,7 +110,7 @@ def call(tree: Path, command: list[str], reference: bool = False) -> subprocess.
     """Run a command of Python in a tree."""
     environment = {**os.environ, 'PYTHONPATH': str(tree), 'PYTHONDONTWRITEBYTECODE': '1', 'OMP_NUM_THREADS': '1'}
     if reference:
-        environment['AMP_WRAPPER_OPS'] = 'reference'
+        environment['AMP_WRAPPER_OPS'] = 'torch'
     command = [sys.executable, *command]
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=1200, check=False)
 

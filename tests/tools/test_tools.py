@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import socket
 from pathlib import Path
 
 import pytest
 import toy
-from processes import tool
+from processes import ROOT, python, tool
 
 CONFIG = 'configs/digits/cnn_o2.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'log_level=WARNING', 'train_dataloader.batch_size=256']
@@ -42,3 +44,18 @@ def test_two_processes_train_on_a_cpu(tmp_path: Path) -> None:
 def test_mistakes_are_answered_without_a_traceback(words: list[str], said: str) -> None:
     answer = tool(*words, ok=False)
     assert said in answer and 'Traceback' not in answer
+
+
+def test_gpu_check_plans_what_exists() -> None:
+    """Tests, benchmarks and sanitizers, without a GPU."""
+    done = python('-m', 'benchmarks.gpu_check', '--dry')
+    assert done.returncode == 0, done.stderr
+    stages = dict(zip(*[iter(re.split(r'^== (.+)\n', done.stdout, flags=re.M)[1:])] * 2))
+    assert all(stages.values()) and {'ops', 'step', 'engine', 'end-to-end', 'sanitizer', 'ddp'} == set(stages)
+    assert 'build-ops --cuda' in stages['ops'] and '--end-to-end' in stages['end-to-end']
+    assert all(check in stages['sanitizer'] for check in ('memcheck', 'racecheck', 'initcheck', 'synccheck'))
+    files = set(re.findall(r'tests/\S+\.py', done.stdout))
+    assert files and all('--device cuda' in stages[stage] for stage in ('ops', 'step', 'engine', 'ddp'))
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    modules = set(re.findall(r'benchmarks\.\w+', done.stdout))
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
