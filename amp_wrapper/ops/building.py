@@ -10,10 +10,8 @@ import hashlib
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
-import sysconfig
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -72,7 +70,7 @@ def switch(name: str) -> bool | None:
 
 def missing_compiler() -> str:
     """Say that there is no C++ compiler, neither that of ``CXX`` nor, without it, ``c++``; '' where there is one."""
-    compiler = shlex.split(os.environ.get('CXX') or 'c++')[0]
+    compiler = (os.environ.get('CXX') or 'c++').split()[0]
     return '' if shutil.which(compiler) else f'there is no C++ compiler ({compiler}): install g++, or set CXX'
 
 
@@ -100,7 +98,7 @@ def with_cuda(asked: bool | None = None) -> bool:
 
 def prepare() -> None:
     """Let torch find ninja where a virtual environment is not activated, and setuptools link with what torch compiles with."""
-    os.environ['PATH'] = sysconfig.get_path('scripts') + os.pathsep + os.environ.get('PATH', '')
+    os.environ['PATH'] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get('PATH', '')])
     os.environ.setdefault('CXX', 'c++')
 
 
