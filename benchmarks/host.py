@@ -103,8 +103,8 @@ class Tree:
         if has_mmengine():
             yield '`from amp_wrapper import amp`, mmengine hidden', ['-c', f'{HIDDEN}from amp_wrapper import amp']
         yield '`import amp_wrapper`', ['-c', 'import amp_wrapper']
-        yield '`python -m amp_wrapper.info`', ['-m', 'amp_wrapper.info']
-        yield '`python -m amp_wrapper.info --help`', ['-m', 'amp_wrapper.info', '--help']
+        yield '`amp-wrapper info`', ['-m', 'amp_wrapper', 'info']
+        yield '`amp-wrapper info --help`', ['-m', 'amp_wrapper', 'info', '--help']
         if (self.path / 'amp_wrapper' / '__main__.py').is_file():
             yield '`amp-wrapper --help`', ['-m', 'amp_wrapper', '--help']
             yield '`amp-wrapper train --help`', ['-m', 'amp_wrapper', 'train', '--help']

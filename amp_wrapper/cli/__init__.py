@@ -51,6 +51,7 @@ OPTIONAL = {
     'mmengine': 'mmengine==0.10.7 "setuptools<82"',
     'mmcv': 'mmcv-lite==2.1.0',
     'pkg_resources': '"setuptools<82"',
+    'setuptools': '"setuptools<82"',
     'libcst': 'libcst',
     'matplotlib': 'matplotlib',
     'rich': 'rich',

@@ -45,6 +45,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         building.build(building.with_cuda(args.cuda))
     except (OSError, RuntimeError) as error:
-        raise AmpUsageError(f'the ops cannot be built: {error}.') from error
+        raise AmpUsageError(f'the ops cannot be built: {error}') from error
     info.show_rows('ops', info.ops())
     return 0

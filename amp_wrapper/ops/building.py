@@ -52,8 +52,9 @@ def name() -> str:
 
 def cache() -> Path:
     """Return where ``build-ops`` makes a folder: ``TORCH_EXTENSIONS_DIR``, or torch's folder in ``XDG_CACHE_HOME``."""
-    home = Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'torch_extensions')
-    return Path(os.environ.get('TORCH_EXTENSIONS_DIR') or home).expanduser().absolute()
+    home = os.path.join(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'torch_extensions')
+    # where there is no home, Path.expanduser() raises
+    return Path(os.path.expanduser(os.environ.get('TORCH_EXTENSIONS_DIR') or home)).absolute()
 
 
 def switch(name: str) -> bool | None:

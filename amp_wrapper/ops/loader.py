@@ -48,8 +48,8 @@ def library() -> Library:
         raise AmpConfigError(
             [f"AMP_WRAPPER_OPS={setting!r} means nothing{hint}: 'torch' turns the compiled ops off; or unset it."]
         )
-    name, here, cache = f'{building.name()}.so', Path(__file__).parent, building.cache()
-    built = [path for path in (here / name, cache / building.name() / name) if path.is_file()]
+    name, here, cache = building.name(), Path(__file__).parent, building.cache()
+    built = [path for path in (here / f'{name}.so', cache / name / f'{name}.so') if path.is_file()]
     if not built:
         others = [*here.glob('amp_ops_*.so'), *cache.glob('amp_ops_*/*.so')]
         missing = f'not built for torch {torch.__version__} and these sources' if others else 'never built here'
