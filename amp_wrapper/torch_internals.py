@@ -177,8 +177,13 @@ def after_zero_grad(clear: Callable[[nn.Module, bool], None]) -> None:
     nn.Module.zero_grad = zero_grad  # type: ignore[assignment, method-assign]
 
 
-#: One fused step of SGD, for lists of one device and type: torch.optim's function sorts them first, at every step. Since 2.3.
-fused_sgd: Callable[..., None] = torch._fused_sgd_
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """The ``step`` of a class of ``torch.optim`` for a class that derives from it, whose own ``step`` runs the hooks.
+
+    torch wraps the step of each class that is used, and a hook would run twice. In every version since 2.0.
+    """
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, 'hooked', False) else step  # type: ignore[no-any-return]
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch._dynamo
 from hypothesis import Phase, settings
 from missing import SkipsWhatLacksAPackage, missing
-from op_lists import ops_from
+from op_lists import ops_from, skip_without_library
 
 from amp_wrapper import torch_internals
 from amp_wrapper.casting import region
@@ -79,6 +79,12 @@ def with_and_without_ops(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs a test as things are here, and once more as if no library had been built."""
     with nullcontext() if request.param == 'compiled' else ops_from('torch'):
         yield
+
+
+@pytest.fixture
+def library(device: torch.device) -> None:
+    """For tests of what only compiled kernels do."""
+    skip_without_library(device)
 
 
 @pytest.fixture

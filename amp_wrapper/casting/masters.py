@@ -194,14 +194,14 @@ class Masters:
 
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
-    def _state(self) -> tuple[bytes, ...]:
+    def _state(self) -> tuple[list[int], ...]:
         ours, theirs, read = self._weights, self._partners, attributes
         return read.versions(ours), read.addresses(ours), read.versions(theirs), read.addresses(theirs)
 
     def settle(self) -> None:
         """Weights and FP32 values agree now: what the optimizer has just written is no edit."""
         self._agreed = self._state()
-        for pair, agreed in zip(self._records, zip(*map(attributes.numbers_of, self._agreed))):
+        for pair, agreed in zip(self._records, zip(*self._agreed)):
             pair.agreed = agreed
 
     @torch.no_grad()
@@ -279,5 +279,6 @@ class Masters:
         for _, pair in chosen:
             # though nothing may show it
             pair.agreed = ()
-        differ = fp32_values.weights_win(weights).tolist() or [True] * len(chosen)
-        return [pair.name for (_, pair), differs in zip(chosen, differ) if differs]
+        names = [pair.name for weight, pair in chosen if fp32_values.differs(weight, pair)]
+        fp32_values.weights_win(weights)
+        return names

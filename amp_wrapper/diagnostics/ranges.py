@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..errors import AmpUsageError
 
 #: Counts of one tensor: 0 the numbers that are subnormal in float32; 1 to 254 those of a float32 exponent, so that ``n`` counts
 #: 2 ** (n - 127) <= abs(x) < 2 ** (n - 126); 255 infinities and NaN; 256 zeros.
-BINS = ops.EXPONENTS
+BINS = 257
 NONFINITE, ZERO = 255, 256
 _BIAS = 127
+#: Elements that are counted at a time.
+_PIECE = 2**20
 
 
 def exponent_of(number: float) -> int:
@@ -136,7 +137,17 @@ def count_on_device(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     device = tensors[0].device
     counts = torch.zeros((len(tensors), BINS), dtype=torch.int64, device=device)
     largest = torch.zeros(len(tensors), dtype=torch.float32, device=device)
-    ops.multi_tensor_exponents([tensor.detach() for tensor in tensors], counts, largest)
+    for row, most, tensor in zip(counts, largest, tensors):
+        # indices need eight bytes an element
+        for piece in tensor.detach().reshape(-1).split(_PIECE) if tensor.numel() else ():
+            # by their bits: arithmetic may take subnormal numbers for zeros
+            magnitude = piece.float().view(torch.int32) & 0x7FFFFFFF
+            powers = magnitude >> 23
+            column = torch.where(magnitude == 0, ZERO, powers).long()
+            row.scatter_add_(0, column, torch.ones_like(column[:1]).expand_as(column))
+            # floats that are not negative have the order of their bits
+            finite = torch.where(powers == NONFINITE, 0, magnitude).amax()
+            most.copy_(torch.maximum(most, finite.view(torch.float32)))
     return counts, largest
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,7 +41,7 @@ class BufferSnapshot:
         # as last looked at: what there was, what of it can be copied, and where that lay
         self._seen: list[Tensor | None] = []
         self._tensors: dict[str, Tensor] = {}
-        self._addresses = b''
+        self._addresses: list[int] = []
         # large buffers and their versions, as last looked at; those that have ever changed, and those that are copied
         self._marks: dict[str, tuple[Tensor, int]] = {}
         self._moved: set[str] = set()
@@ -176,7 +176,6 @@ class _Group:
         self._has_nan = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
         # of those that can be copied and restored, in one order: themselves, their copies, and room for what they become
         self._bound: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
-        self._copy: Callable[[list[Tensor], list[Tensor]], object] = _copy_each
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """These are the buffers from now on. Those that have another form are left alone.
@@ -189,16 +188,12 @@ class _Group:
             if name in tensors and _form(tensors[name]) == form
         ]
         self._bound = tuple(map(list, zip(*found))) if found else ([], [], [])  # type: ignore[assignment]
-        # one call for all of them, where no two may be views of one another
-        apart = len({tensor.untyped_storage().data_ptr() for tensor, _, _ in found}) == len(found)
-        serves = self._before.dtype in ops.COMPILED_DTYPES and ops.backend_of(self._before.device) != 'reference'
-        self._copy = ops.multi_tensor_copy if apart and serves else _copy_each
 
     @torch.no_grad()
     def copy(self, loaded: Mapping[str, Tensor]) -> None:
         """Copy the buffers, but for those of which a checkpoint has the copy."""
         tensors, copies, _ = self._bound
-        self._copy(tensors, copies)
+        ops.multi_tensor_copy(tensors, copies)
         for name, copy in zip(self.form, self.copies) if loaded else ():
             if name in loaded and loaded[name].shape == copy.shape:
                 copy.copy_(loaded[name])
@@ -210,7 +205,7 @@ class _Group:
         back = None if flag is None else flag.to(self._now.device) > 0
         if back is None and not self._has_nan:
             return
-        self._copy(tensors, parts)
+        ops.multi_tensor_copy(tensors, parts)
         if self._has_nan:
             now, before = self._now, self._before
             lost = before.isfinite() & ~now.isfinite() if self._is_norm else now.isnan() & ~before.isnan()
@@ -219,11 +214,7 @@ class _Group:
         bits = _BITS.get(self._now.element_size(), self._now.dtype)
         before, now = self._before.view(bits), self._now.view(bits)
         torch.where(back, before, now, out=now)  # type: ignore[arg-type]
-        self._copy(parts, tensors)
-
-
-def _copy_each(sources: list[Tensor], targets: list[Tensor]) -> None:
-    torch._foreach_copy_(targets, sources)
+        ops.multi_tensor_copy(parts, tensors)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -120,7 +120,7 @@ class GradientClip:
             float32 scalar on the device.
         """
         norm = ops.multi_tensor_maxnorm if self.norm_type == math.inf else ops.multi_tensor_l2norm
-        return norm(gradients, None, found_inf)[0]
+        return norm(gradients, None, found_inf)
 
     def apply(self, parameters: Sequence[Tensor], norm: Tensor | None = None) -> Tensor | None:
         """Clip the gradients of ``parameters`` in place. Collective where they are sharded and ``norm`` is not given.

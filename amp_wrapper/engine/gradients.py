@@ -51,7 +51,7 @@ class Gradients:
         self._is_unaveraged = False
         # the masters' gradients while a pass is under way: what it brings to masters themselves carries its scale
         self._aside: list[Tensor | None] = []
-        self._versions = b''
+        self._versions: list[int] = []
 
     # -- around a backward pass ----------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Gradients:
         weights, masters, own = self.params.behind_masters, self.params.masters, self.params.without_master()
         try:
             changed = [*weights, *masters, *(own if scale is not None else ())]
-            if attributes.any_requires_grad(attributes.gradients(changed)):
+            if any(grad is not None and grad.requires_grad for grad in attributes.gradients(changed)):
                 raise AmpUsageError(unscale.NO_GRAPH)
             if has_come:
                 unscale.multiply(masters, inverse, found_inf)
@@ -219,7 +219,7 @@ class Gradients:
                 target = stepped if is_wide else weight
                 target.grad = fitted(gradient, target)
 
-    def _count_writes(self) -> bytes:
+    def _count_writes(self) -> list[int]:
         found = attributes.gradients([*self.params.parameters(), *self.params.behind_masters])
         # FSDP2 adds to the local shards, behind the back of the counters of whole tensors
         return attributes.versions([*map(local_part, found)] if any_sharded(found) else found)

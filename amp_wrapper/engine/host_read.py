@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..optim.fused import FusedOptimizer
 from ..torch_internals import hooks_before_all_steps, hooks_before_steps
 
 
@@ -47,10 +48,10 @@ def takes_flag(optimizer: Optimizer) -> bool:
     That is GradScaler's protocol. torch's fused SGD is left out: a skipped first step leaves memory that nobody wrote as the
     momentum.
     """
-    if hasattr(optimizer, 'updating'):
-        return True
-    reads = getattr(optimizer, '_step_supports_amp_scaling', False) and not isinstance(optimizer, torch.optim.SGD)
-    return reads and all(group.get('fused', True) for group in optimizer.param_groups)
+    reads = bool(getattr(optimizer, '_step_supports_amp_scaling', False))
+    if isinstance(optimizer, FusedOptimizer):
+        return reads
+    return reads and not isinstance(optimizer, torch.optim.SGD) and all(g.get('fused', True) for g in optimizer.param_groups)
 
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +28,6 @@ from .unscale import nonfinite_names
 #: Calls the optimizer's own ``step``.
 Run = Callable[[], None]
 
-_requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 _in_backward: Callable[[Engine], bool] = operator.attrgetter('gradients.in_backward')
 
 
@@ -80,9 +79,9 @@ def take_step(
     lists = engine.params.lists()
     for observer in engine.observers:
         observer.before_step(engine)
-    gradients = _for_fused(engine, optimizer, clip, lists) if isinstance(optimizer, FusedOptimizer) else None
-    if gradients is not None and isinstance(optimizer, FusedOptimizer):
-        result = _step_fused(engine, optimizer, clip, gradients, lists, run)
+    update = _gather(engine, optimizer, clip, lists) if isinstance(optimizer, FusedOptimizer) else None
+    if update is not None and isinstance(optimizer, FusedOptimizer):
+        result = _step_fused(engine, optimizer, clip, update, run)
     else:
         result = _step_eager(engine, optimizer, clip, run)
     engine.stage = Stage.READY
@@ -143,59 +142,45 @@ def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> S
 # -- with an optimizer of this package ---------------------------------------------------------------------------------
 
 
-def _for_fused(
-    engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, lists: StepLists
-) -> list[Tensor | None] | None:
-    """What a fused optimizer would step with; None where this way cannot do it all.
+def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, lists: StepLists) -> Update | None:
+    """Return what a fused step does; None where this way cannot do it all.
 
     Raises:
         AmpConfigError: A clipping that split masters cannot have.
-        AmpUsageError: Hooks before the step that split masters cannot have.
+        AmpUsageError: What else split masters cannot have: hooks before the step, or a step without the compiled ops.
     """
-    policy = engine.policy
-    if not policy.enabled:
-        return None
-    fits = clip is None or clip.fits_prologue
-    hooked = has_pre_hooks(optimizer)
-    found = engine.gradients.to_step(lists)
+    is_split, hooked = engine.policy.split_masters, has_pre_hooks(optimizer)
     # nothing else can step split masters: what the fused step cannot do is refused
-    if policy.split_masters:
-        if clip is not None and not fits:
-            raise AmpConfigError([clip.not_in_prologue])
-        if hooked:
-            raise AmpUsageError(
-                "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
-                '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
-                'master_weights=True.'
-            )
-        return found
-    can = fits and not hooked and lists.devices <= {engine.device} and any(map(operator.is_not, found, repeat(None)))
-    return found if can and not _clips_frozen(clip, lists.weights, found) else None
+    if is_split and clip is not None and not clip.fits_prologue:
+        raise AmpConfigError([clip.not_in_prologue])
+    if is_split and hooked:
+        raise AmpUsageError(
+            "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
+            '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
+            'master_weights=True.'
+        )
+    if not engine.policy.enabled or hooked or (clip is not None and not clip.fits_prologue):
+        return None
+    gradients = engine.gradients.to_step(lists)
+    there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
+    # torch's clipping leaves frozen weights out
+    clips_frozen = clip is not None and not all(weight.requires_grad for weight, _ in there)
+    fits = optimizer.fuses and not any(grad.is_sparse for _, grad in there)
+    if is_split and not fits:
+        raise AmpUsageError(
+            f"master_weights='split': only the compiled ops step weights together with their remainders, and they serve neither "
+            f'{engine.device} here nor gradients that are sparse (ops: {ops.backend()}). Build them by amp-wrapper build-ops, or '
+            f'use master_weights=True.'
+        )
+    if not is_split and (clips_frozen or not fits or not there):
+        return None
+    return Update(gradients, lists.copies, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
 
 
-def _clips_frozen(clip: GradientClip | None, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
-    """Whether a frozen weight has a gradient, which torch's clipping leaves out."""
-    if clip is None or all(map(_requires_grad, weights)):
-        return False
-    return any(grad is not None and not weight.requires_grad for weight, grad in zip(weights, gradients))
-
-
-def _step_fused(
-    engine: Engine,
-    optimizer: FusedOptimizer,
-    clip: GradientClip | None,
-    gradients: Sequence[Tensor | None],
-    lists: StepLists,
-    run: Run,
-) -> StepResult:
+def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, update: Update, run: Run) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
     scales, monitor = engine.scales, engine.monitor
     waits = scales.check and monitor.must_wait
-
-    def decide(found: Sequence[Tensor]) -> dict[str, Any]:
-        return _decide(engine, clip, gradients, found)
-
-    update = Update(gradients, lists.copies, decide, engine.params.settle)
     with optimizer.updating(update):
         run()
     info = update.decision

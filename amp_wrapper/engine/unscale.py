@@ -96,7 +96,7 @@ def add_to_masters(
     with _refused_gradients():
         if further[0]:
             added, sums = map(local, further)
-            ops.multi_tensor_axpby(added, sums, sums, inverse_scale, None, found_inf, check_y=False)
+            ops.multi_tensor_axpby(added, sums, inverse_scale, None, found_inf)
         if firsts[0]:
             targets = attributes.float32_like(firsts[1])
             ops.multi_tensor_scale(local(firsts[1]), local(targets), inverse_scale, found_inf)

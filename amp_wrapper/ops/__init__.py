@@ -1,229 +1,221 @@
-"""The multi-tensor operations of a training step: the one place through which the engine reaches them.
+"""The operations of a training step on lists of tensors: the one place through which all else reaches them.
 
-Each call goes to the compiled kernel where the library has one for the device and the dtypes, and to its reference in plain
-torch otherwise. Both give the same bits. The functions here, the ops of torch's dispatcher and their fake kernels are all made
-from :data:`amp_wrapper.ops.schemas.SCHEMAS`.
+Lists are served by the compiled library (``csrc/``) where it has kernels for their device and their types, and by torch's own
+list functions otherwise. The optimizer steps (:func:`fused_adam`, :func:`fused_sgd`) are the library's alone: without it,
+optimizers take the steps of ``torch.optim``.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import compiler_internals
-from . import checks, exponents, loader, norms, optimizer_step, prologue, reference, schemas
-from .reference import add_gradients
-from .schemas import ADAM, DECISION, EXPONENTS, HYPER, ROW, SGD
+from . import lists, loader
+from .lists import add_gradients, multi_tensor_copy, multi_tensor_maxnorm, update_scale
 
-_P = ParamSpec('_P')
-_R = TypeVar('_R')
-
-#: What the compiled kernels take; anything else is left to the reference.
-COMPILED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Op to its reference implementation in plain torch.
-REFERENCES: dict[str, Callable[..., Any]] = {
-    op: next(
-        getattr(module, op) for module in (reference, exponents, norms, prologue, optimizer_step) if hasattr(module, op)
-    )
-    for op in schemas.SCHEMAS
-}
-#: Ops that work on one device.
-_STEP = ('update_scale', 'step_prologue', 'fused_adam', 'fused_sgd')
-#: Ops that can be called once for each device. The sum of a norm runs over tensors in the order of the list, and counts lie in
-#: one table.
-_SPLIT = tuple(
-    op for op in schemas.SCHEMAS if op not in (*_STEP, 'multi_tensor_exponents') and not schemas.ARGUMENTS[op].returns
-)
+#: Elements of a decision, the numbers that hold for a step as a whole: skip (0 or 1), inverse scale, clip coefficient,
+#: clip value, gradient norm (NaN where the step is skipped or there is none), loss scale after the step (NaN without one),
+#: skipped steps so far, and in a row.
+DECISION = 8
 
 
-def compiled_devices() -> frozenset[str]:
-    """Types of the devices that compiled kernels serve."""
-    return loader.library().devices
-
-
-@compiler_internals.constant_when_traced
-def _serves(kind: str) -> bool:
-    # torch.compile knows what to do with a constant bool, and not with a set
-    return kind in loader.library().devices
-
-
-def backend_of(device: torch.device | str) -> str:
-    """What serves the ops on a device: 'CUDA op', 'CPU op' or 'reference'.
+def serves(device: torch.device | str) -> bool:
+    """Return whether the compiled library has kernels for a device.
 
     Args:
         device: Such as ``torch.device('cuda', 0)`` or 'cpu'.
     """
-    kind = torch.device(device).type
-    return f'{kind.upper()} op' if kind in loader.library().devices else 'reference'
+    return torch.device(device).type in loader.library().devices
 
 
 def backend() -> str:
-    """The implementation that serves the ops, for logs."""
+    """Return what serves the ops, for logs."""
     served = sorted(loader.library().devices)
-    if not served:
-        return 'reference (plain torch)'
-    text = ', '.join(f'{kind.upper()} op' for kind in served)
-    return f'{text}; reference on GPUs' if 'cuda' not in served and torch.cuda.is_available() else text
+    return f'compiled for {" and ".join(kind.upper() for kind in served)}' if served else "torch's own"
 
 
-def _tensors(arguments: Mapping[str, Any], names: Sequence[str]) -> list[Tensor]:
-    """Those of some lists."""
-    return [tensor for name in names for tensor in arguments[name]]
+def _call(name: str, tensors: Sequence[Tensor], *rest: Any) -> Any:
+    """Call the compiled op, or torch's functions where it does not take the tensors: before anything is written, it says so."""
+    if tensors and tensors[0].device.type in loader.library().devices:
+        with suppress(ValueError, NotImplementedError):
+            return getattr(torch.ops.amp_wrapper, name).default(tensors, *rest)
+    with torch.no_grad():
+        return getattr(lists, name)(tensors, *rest)
 
 
-def _is_served(op: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether one call of the compiled op can take all of this; where only the graph is made, nobody can try and see."""
-    known = schemas.ARGUMENTS[op]
-    listed = _tensors(arguments, known.lists)
-    scalars = [arguments[name] for name in known.scalars if arguments[name] is not None]
-    places = {tensor.device for tensor in [*listed, *scalars]}
-    return len(places) == 1 and _serves(places.pop().type) and all(tensor.dtype in COMPILED_DTYPES for tensor in listed)
+def multi_tensor_scale(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Write ``target = source * scale``, with a non-finite flag. This is where gradients are unscaled and checked.
+
+    The product is rounded to float32 (float64 stays), then to the target.
+
+    Args:
+        sources: Dense floating tensors of any dtype and device.
+        targets: Tensors of the same shapes and devices; may be the sources themselves.
+        scale: float32 scalar, or None for 1.
+        found_inf: float32 scalar set to 1.0 where a *source* element is non-finite, in place; None to skip the check.
+    """
+    _call('multi_tensor_scale', sources, targets, scale, found_inf)
 
 
-def _by_device(front: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """Call once for each device, where every tuple of tensors is on one; False, and nothing done, where that is not so."""
-    op = front.__name__
-    known = schemas.ARGUMENTS[op]
-    lists = {name: arguments[name] for name in known.lists}
-    first = next(iter(lists.values()))
-    if len({tensor.device for tensor in first}) < 2 or len({len(tensors) for tensors in lists.values()}) > 1:
-        return False
-    groups: dict[torch.device, list[int]] = defaultdict(list)
-    for index, tensors in enumerate(zip(*lists.values())):
-        if len({tensor.device for tensor in tensors}) > 1:
-            return False
-        groups[tensors[0].device].append(index)
-    # all of it, before the first of the calls writes anything
-    checks.check_call(op, floating=op != 'multi_tensor_copy', **{n: arguments[n] for n in (*lists, *known.scalars)})
-    found_inf = arguments.get('found_inf')
-    for device, indices in groups.items():
-        here: dict[str, Any] = {name: [tensors[i] for i in indices] for name, tensors in lists.items()}
-        here |= {name: arguments[name].to(device) for name in known.scalars if arguments[name] is not None}
-        if found_inf is not None:
-            here['found_inf'] = torch.zeros((), dtype=torch.float32, device=device)
-        front(**{**arguments, **here})
-        if found_inf is not None:
-            torch.maximum(found_inf, here['found_inf'].to(found_inf.device).view_as(found_inf), out=found_inf)
-    return True
+def multi_tensor_axpby(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Write ``y = a * x + b * y``, with a non-finite flag of the xs.
+
+    Args:
+        xs: Dense floating tensors of any dtype and device.
+        ys: Tensors of the same shapes and devices, in place.
+        a: float32 scalar, or None for 1.
+        b: float32 scalar, or None for 1.
+        found_inf: float32 scalar set to 1.0 where an element of the xs is non-finite, in place; None to skip the check.
+    """
+    _call('multi_tensor_axpby', xs, ys, a, b, found_inf)
 
 
-def _uncompiled(front: Callable[..., Any], arguments: Mapping[str, Any], is_missing: bool) -> Any:
-    """A call that no compiled kernel takes as it is: on several devices, on another device, of other types, or wrong."""
-    if not is_missing and front.__name__ in _SPLIT and _by_device(front, arguments):
-        return None
-    return REFERENCES[front.__name__](**arguments)
+def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Raise a flag where an element is non-finite.
+
+    Args:
+        tensors: Dense floating tensors of any dtype and device; not changed.
+        found_inf: float32 scalar set to 1.0 where one is, in place.
+    """
+    _call('multi_tensor_isnonfinite', tensors, found_inf)
 
 
-def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function that users call: the compiled op where it takes the call, and the reference otherwise."""
-    op = meaning.__name__
-    signature = inspect.signature(meaning)
-    defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
-    # torch 2.6 traces no mapping of a signature
-    parameters = tuple(signature.parameters)
+def multi_tensor_l2norm(
+    tensors: Sequence[Tensor], inverse_scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> Tensor:
+    """Return the Euclidean norm of all elements, in one pass with a non-finite flag. The same bits on one machine, always.
 
-    @functools.wraps(meaning)
-    def front(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch.compiler.is_compiling():
-            compiled = getattr(torch.ops.amp_wrapper, op) if loader.library().devices else None
-            if compiled is not None:
-                # its own checks are the cheapest way to find out; they come before anything is written
-                with suppress(NotImplementedError):
-                    return compiled(*args, **kwargs)  # type: ignore[no-any-return]
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return _uncompiled(front, bound.arguments, compiled is None)  # type: ignore[no-any-return]
-        # what is traced cannot try and see, and the graph wants the dispatcher's op
-        arguments = {**defaults, **dict(zip(parameters, args)), **kwargs}
-        if op in _STEP or _is_served(op, arguments):
-            return getattr(torch.ops.amp_wrapper, op)(**arguments)  # type: ignore[no-any-return]
-        return meaning(*args, **kwargs)
+    Args:
+        tensors: Dense floating tensors of any dtype and device; not changed.
+        inverse_scale: float32 scalar that the norm is multiplied by; None for 1.
+        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None to skip the check. torch's functions,
+            which serve where there is no library, raise it also where the sum of squares leaves float32.
 
-    front.__module__ = __name__
-    return front
+    Returns:
+        float32 scalar on the device of the first tensor.
+    """
+    norm: Tensor = _call('multi_tensor_l2norm', tensors, inverse_scale, found_inf)
+    return norm
 
 
-multi_tensor_scale = _front(reference.multi_tensor_scale)
-multi_tensor_axpby = _front(reference.multi_tensor_axpby)
-multi_tensor_copy = _front(reference.multi_tensor_copy)
-multi_tensor_isnonfinite = _front(reference.multi_tensor_isnonfinite)
-multi_tensor_exponents = _front(exponents.multi_tensor_exponents)
-multi_tensor_l2norm = _front(norms.multi_tensor_l2norm)
-multi_tensor_maxnorm = _front(norms.multi_tensor_maxnorm)
-multi_tensor_scale_l2norm = _front(norms.multi_tensor_scale_l2norm)
-multi_tensor_refresh = _front(reference.multi_tensor_refresh)
-update_scale = _front(reference.update_scale)
-step_prologue = _front(prologue.step_prologue)
-fused_adam = _front(optimizer_step.fused_adam)
-fused_sgd = _front(optimizer_step.fused_sgd)
+def fused_adam(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    partners: Sequence[Tensor],
+    decision: Tensor,
+    hyper: Tensor,
+    groups: Tensor,
+    rates: Sequence[Tensor] = (),
+    rated: Sequence[int] = (),
+    **given: Any,
+) -> None:
+    """Decide on one step of Adam or AdamW on the device, and take it: one pass over gradient, weight and state.
+
+    It decides whether the step is skipped, how it clips, and what each parameter needs. Where the step is taken, each of
+    ``steps`` grows by one. The loss scale moves by the rule of :class:`~amp_wrapper.engine.loss_scale.LossScaler`; what is
+    unscaled with is its reciprocal before that. Bias corrections are ``1 - beta ** step``, from the count and never as running
+    products: a resumed run goes on with the same bits. The clip coefficient is that of
+    :func:`torch.nn.utils.clip_grad_norm_`, ``min(1, max_norm / (norm + 1e-6))``.
+
+    The formulas are those of :class:`torch.optim.Adam` in its order of operations. All arithmetic on elements is float32,
+    whatever the tensors are.
+
+    Args:
+        grads: Scaled gradients, float32, float16 or bfloat16 each, laid out as the parameters are.
+        params: Dense, of these types, in place.
+        exp_avgs: First moments, of any of these types, in place.
+        exp_avg_sqs: Second moments, in place.
+        max_exp_avg_sqs: Their maxima (amsgrad), in place; empty for none.
+        steps: One float32 scalar for each parameter, in place: steps taken so far.
+        partners: Empty, or one for each parameter: the parameter itself for none; a copy of the same type, or the 16-bit copy
+            of a float32 parameter, which receives the new value; or the int16 remainder of a 16-bit one, whose exact float32
+            value both hold together (:mod:`amp_wrapper.ops.split`).
+        decision: float32 (8,), written: see :data:`DECISION`.
+        hyper: float64 (groups, 7) on the CPU: lr, beta1, beta2, eps, weight_decay, maximize, decoupled weight decay.
+        groups: int64 (parameters,) on the CPU: the row of ``hyper`` of each parameter.
+        rates: float32 scalars on the device that stand in for the lr of some groups.
+        rated: These groups.
+        **given: ``found_inf``, float32 scalar: the step is skipped where it is above 0, None for never; ``learned``: likewise,
+            whether the scale was too large, None for ``found_inf``; ``norm``, float32 scalar: the norm of the gradients as they
+            are, which is multiplied by the inverse scale; ``scale``, float32 scalar: the loss scale, None for 1;
+            ``growth_tracker``, ``hysteresis_tracker``: int32 scalars; ``counts``, int64 (3,): steps decided on, steps skipped,
+            skips in a row; ``rule``: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, empty for
+            a scale that stays; ``max_norm``, ``clip_value``: limits, or None. What a rule moves is written, and ``counts``.
+
+    Raises:
+        ValueError: Lists that do not pair up; types, shapes, layouts or devices that do not fit. Nothing is written then.
+    """
+    state = exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
+    torch.ops.amp_wrapper.fused_adam.default(grads, params, *state, partners, decision, hyper, groups, rates, rated, **given)
 
 
-def _fake(op: str) -> Callable[..., Any]:
-    """An op where tensors have no memory: what is written keeps its shape and type, what is returned is made here."""
-    known = schemas.ARGUMENTS[op]
-    parameters = tuple(inspect.signature(REFERENCES[op]).parameters)
+def fused_sgd(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    partners: Sequence[Tensor],
+    decision: Tensor,
+    hyper: Tensor,
+    groups: Tensor,
+    rates: Sequence[Tensor] = (),
+    rated: Sequence[int] = (),
+    **given: Any,
+) -> None:
+    """Decide on one step of SGD on the device, and take it: one pass over gradient, weight and momentum.
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(parameters, args)), **kwargs}
-        listed = _tensors(arguments, known.lists)
-        scalars = [arguments[name] for name in known.scalars if arguments.get(name) is not None]
-        if len({tensor.is_meta for tensor in [*listed, *scalars]}) > 1:
-            # the dispatcher sends lists of both here, where nothing is computed: the real ones would be left as they are
-            raise NotImplementedError('One call takes meta tensors or real ones, not both.')
-        if not known.returns:
-            return None
-        first = arguments[known.lists[0]]
-        device = reference.device_of(first, arguments.get('found_inf'))
-        if op == 'multi_tensor_refresh':
-            return torch.empty(len(first), dtype=torch.bool, device=device)
-        norm = torch.empty((), dtype=torch.float32, device=device)
-        if op == 'multi_tensor_scale_l2norm':
-            return norm
-        return norm, norm.new_empty(len(first) if arguments.get('per_tensor') else 0)
+    The formulas are those of :class:`torch.optim.SGD` in its order of operations. A momentum of zeros has not begun: without
+    dampening, the first gradient becomes the momentum.
 
-    return fake
+    Args:
+        grads: As of :func:`fused_adam`.
+        params: As there.
+        momentum_buffers: Of any of these types, in place; empty where there is no momentum.
+        partners: As there, and so all others but for the columns of ``hyper``.
+        decision: As there.
+        hyper: lr, momentum, dampening, nesterov, weight_decay, maximize, 0.
+        groups: As there.
+        rates: As there.
+        rated: As there.
+        **given: As there.
 
+    Raises:
+        ValueError: As :func:`fused_adam`.
+    """
+    rest = decision, hyper, groups, rates, rated
+    torch.ops.amp_wrapper.fused_sgd.default(grads, params, momentum_buffers, partners, *rest, **given)
 
-_library = torch.library.Library(schemas.NAMESPACE, 'DEF')  # type: ignore[no-untyped-call]
-for _name, _schema in schemas.SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(_name, REFERENCES[_name], 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
-    # a lazy negation is looked at by the kernels: torch's fallback expects written arguments to be returned
-    _library.impl(_name, torch.library.fallthrough_kernel, 'Negative')  # type: ignore[no-untyped-call]
-    # not differentiable: results want no gradient, whatever the inputs do
-    _library.impl(_name, torch.library.fallthrough_kernel, 'Autograd')  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f'{schemas.NAMESPACE}::{_name}', _fake(_name), lib=_library)
 
 __all__ = [
-    'ADAM',
-    'COMPILED_DTYPES',
     'DECISION',
-    'EXPONENTS',
-    'HYPER',
-    'ROW',
-    'SGD',
     'add_gradients',
     'backend',
-    'backend_of',
-    'compiled_devices',
     'fused_adam',
     'fused_sgd',
     'multi_tensor_axpby',
     'multi_tensor_copy',
-    'multi_tensor_exponents',
     'multi_tensor_isnonfinite',
     'multi_tensor_l2norm',
     'multi_tensor_maxnorm',
-    'multi_tensor_refresh',
     'multi_tensor_scale',
-    'multi_tensor_scale_l2norm',
-    'step_prologue',
+    'serves',
     'update_scale',
 ]

@@ -2,69 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import adam, adamw
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
-from ..errors import AmpCheckpointError
-from .algorithm import Algorithm, Columns, Tensors
 from .fused import FusedOptimizer
-from .tensor_lists import Bucket
 
 #: torch 2.6 has two classes instead, and neither the argument nor the key in the groups.
 _HAS_DECOUPLED = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
-_MOMENTS = ('exp_avg', 'exp_avg_sq')
-
-
-@dataclasses.dataclass(frozen=True)
-class _Adam(Algorithm):
-    """Adam and AdamW; ``decoupled_weight_decay`` of a group says which."""
-
-    torch_name: str
-
-    kind = ops.ADAM
-    moments = (*_MOMENTS, 'max_exp_avg_sq')
-    required = ('lr', 'betas', 'eps', 'weight_decay')
-    options = ('betas', 'eps', 'weight_decay', 'maximize', 'decoupled_weight_decay', 'amsgrad', 'differentiable')
-
-    def names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ('step', *_MOMENTS, 'max_exp_avg_sq') if group['amsgrad'] else ('step', *_MOMENTS)
-
-    def row(self, group: Mapping[str, Any]) -> list[Any]:
-        decoupled = bool(group['decoupled_weight_decay'])
-        return [*group['betas'], group['eps'], group['weight_decay'], bool(group['maximize']), decoupled]
-
-    def first_step(self, state: Mapping[str, Any]) -> float | None:
-        return None if any(name in state for name in self.moments) else 0.0
-
-    def update(self, bucket: Bucket, gradients: list[Tensor], decision: Tensor) -> None:
-        states = bucket.columns
-        first, second, largest = states['exp_avg'], states['exp_avg_sq'], states.get('max_exp_avg_sq', [])
-        ops.fused_adam(gradients, bucket.params, first, second, largest, bucket.partners, bucket.rows, decision)
-
-    def _call_torch(self, columns: Columns, grads: Tensors, group: Mapping[str, Any], skip: Tensor | None) -> None:
-        step: Any = adamw.adamw if group['decoupled_weight_decay'] else adam.adam
-        words: dict[str, Any] = {name: float(group[name]) for name in ('weight_decay', 'eps')}
-        words |= {name: bool(group[name]) for name in ('amsgrad', 'maximize')}
-        words |= zip(('beta1', 'beta2'), map(float, group['betas']))
-        moments = [columns.get(name, []) for name in self.moments]
-        step(columns['params'], grads, *moments, columns['step'], lr=group['lr'], fused=True, found_inf=skip, **words)
 
 
 class _AdamSteps(FusedOptimizer):
     """What both have in common."""
 
+    _in_groups = ('lr', 'betas', 'eps', 'weight_decay')
+    _in_state = ('step', 'exp_avg', 'exp_avg_sq')
+    _moments = ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq')
     _decoupled = False
 
+    def _names(self) -> tuple[str, ...]:
+        return (*self._in_state, 'max_exp_avg_sq') if self.param_groups[0]['amsgrad'] else self._in_state
+
+    def _row(self, group: Mapping[str, Any]) -> list[Any]:
+        is_decoupled = bool(group['decoupled_weight_decay'])
+        return [*group['betas'], group['eps'], group['weight_decay'], bool(group['maximize']), is_decoupled]
+
+    def _call(
+        self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any
+    ) -> None:
+        moments = (columns.get(name, []) for name in self._moments)
+        ops.fused_adam(grads, params, *moments, columns['step'], *rest, **given)
+
+    def _knows(self, group: Mapping[str, Any]) -> bool:
+        return super()._knows(group) and bool(group['amsgrad']) == bool(self.param_groups[0]['amsgrad'])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's own. Syncs nothing."""
+        """As torch's own."""
         self.defaults.setdefault('decoupled_weight_decay', self._decoupled)
         super().add_param_group(param_group)
 
@@ -72,15 +50,6 @@ class _AdamSteps(FusedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault('decoupled_weight_decay', self._decoupled)
-
-    def _adopted(self, parameter: Tensor, saved: Mapping[str, Any], label: str) -> dict[str, Any]:
-        missing = [name for name in ('step', *_MOMENTS) if saved.get(name) is None]
-        if saved and missing:
-            raise AmpCheckpointError(
-                f'{label} of the state dict has no {missing[0]!r}, but {", ".join(map(repr, saved))}: state of '
-                f'torch.optim.{self._algorithm.torch_name} or {type(self).__name__} is expected.'
-            )
-        return super()._adopted(parameter, saved, label)
 
 
 class FusedAdam(_AdamSteps, torch.optim.Adam):
@@ -126,7 +95,7 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         tensor([0.5000, 0.5000, 0.5000])
     """
 
-    _algorithm = _Adam('Adam')
+    _torch = torch.optim.Adam
 
     def __init__(
         self,
@@ -145,7 +114,7 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | str | None = None,
     ) -> None:
-        self._settle(state_dtype, fused, differentiable)
+        self._check_arguments(state_dtype, fused, differentiable)
         self._decoupled = bool(decoupled_weight_decay)
         options: dict[str, Any] = {'decoupled_weight_decay': decoupled_weight_decay} if _HAS_DECOUPLED else {}
         options.update(foreach=foreach, maximize=maximize, capturable=capturable, fused=fused)
@@ -185,7 +154,7 @@ class FusedAdamW(_AdamSteps, torch.optim.AdamW):
         ```
     """
 
-    _algorithm = _Adam('AdamW')
+    _torch = torch.optim.AdamW
     _decoupled = True
 
     def __init__(
@@ -204,6 +173,6 @@ class FusedAdamW(_AdamSteps, torch.optim.AdamW):
         fused: bool | None = None,
         state_dtype: torch.dtype | str | None = None,
     ) -> None:
-        self._settle(state_dtype, fused, differentiable)
+        self._check_arguments(state_dtype, fused, differentiable)
         options: dict[str, Any] = dict(foreach=foreach, maximize=maximize, capturable=capturable, fused=fused)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

@@ -1,19 +1,18 @@
-"""The base class of the fused optimizers: one pass over gradient, weight and state; the device decides whether to skip.
+"""The base class of the fused optimizers: one pass over gradient, weight and state, and the device decides whether to skip.
 
-A step gathers its lists, checks them, and calls :func:`amp_wrapper.ops.step_prologue` and an update for all parameters of a
-device. What no compiled op serves is updated by the fused functions of ``torch.optim``, group by group. The lists are kept and
-compared with what is there at the next step, object by object, which costs a tenth of gathering them again; whatever differs (a
-late gradient, a loaded state, another group) is seen that way.
+One rule says who takes a step. The compiled ops step dense float32, float16 and bfloat16 tensors of one device that the library
+serves. Everything else is the step of ``torch.optim``, fused where torch has that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
-from collections import defaultdict
+import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -23,91 +22,142 @@ from torch.optim import Optimizer
 from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from ..ops.checks import check_lists
+from ..ops.attributes import addresses, gradients, same
 from ..policy.levels import to_dtype
-from ..policy.nested import parameters_in
-from ..shards import whole
-from .algorithm import Algorithm, HyperParameters, check_bucket, hyper_parameters
-from .gather import Buffers, Gatherer, count_of, misfit, moment_dtype, uncountable
-from .tensor_lists import Bucket, DeviceBucket, TensorLists
+from ..policy.nested import HALF_TYPES, parameters_of
+from ..shards import differs, is_sharded, local, whole
+from ..torch_internals import is_traceable_wrapper_subclass, step_without_hooks
 
-_GRADIENT = operator.attrgetter('grad')
+#: What the compiled ops take, and devices for which ``torch.optim`` has fused steps.
+_DTYPES = frozenset((torch.float32, *HALF_TYPES))
+_TORCH_FUSES = frozenset(('cpu', 'cuda', 'mps', 'xpu'))
+
+_DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ('dtype', 'device', 'layout'))
 
 
 @dataclasses.dataclass(eq=False)
 class Update:
-    """How one step is scaled, clipped, decided and copied; see :meth:`FusedOptimizer.updating`.
+    """How one fused step is scaled, clipped, decided and copied; see :meth:`FusedOptimizer.updating`.
 
     Attributes:
-        gradients: The scaled gradient of each parameter of all groups, in their order, wherever it lies; None for none.
-        partners: What stands beside each: the 16-bit copy of a float32 one, the int16 remainder of a 16-bit one, or None. The
-            same tensors every time, where nothing changed.
-        decide: Called once with all gradients, after everything was checked and before anything is written. Returns keyword
-            arguments of :func:`amp_wrapper.ops.step_prologue`: ``found_inf``, ``norm``, ``scale``, ``clip_value`` and the like.
-        written: Called once everything is written, before the optimizer's post-hooks, which may write more; and where new lists
-            were tried, which moves the versions of parameters and partners and changes no value. None for nothing.
-        decision: Set by ``step()``: float32 (8,) on the device, as :func:`amp_wrapper.ops.step_prologue` describes it.
+        gradients: The scaled gradient of each parameter of all groups, in their order, wherever it lies; None for none. Dense.
+        partners: What stands beside each: the 16-bit copy of a float32 one, the int16 remainder of a 16-bit one, or None.
+        decide: Called once with the gradients that are there, of sharded ones this rank's part, before anything is written.
+            Returns keyword arguments of :func:`amp_wrapper.ops.fused_adam`: ``found_inf``, ``norm``, ``scale`` and the like.
+        written: Called once everything is written, before the optimizer's post-hooks, which may write more.
+        decision: Set by ``step()``: float32 (8,) on the device, see :data:`amp_wrapper.ops.DECISION`.
     """
 
     gradients: Sequence[Tensor | None]
     partners: Sequence[Tensor | None]
     decide: Callable[[list[Tensor]], Mapping[str, Any]]
-    written: Callable[[], None] | None = None
+    written: Callable[[], None]
     decision: Tensor | None = None
 
 
 class FusedOptimizer(Optimizer):
     """Stands before a class of ``torch.optim``, whose constructor, groups and names it keeps, and takes its steps.
 
-    Works with :class:`torch.amp.GradScaler`, which leaves ``grad_scale`` and ``found_inf`` to it, without a host read.
+    Works with :class:`torch.amp.GradScaler`, which leaves ``grad_scale`` and ``found_inf`` to it where the device reads them.
     """
 
-    #: GradScaler neither reads the flag nor unscales, but sets ``grad_scale`` and ``found_inf``.
-    _step_supports_amp_scaling = True
     #: It steps a 16-bit weight and its int16 remainder together.
     supports_split_weights = True
 
-    _algorithm: ClassVar[Algorithm]
+    #: The class of ``torch.optim`` that is extended.
+    _torch: ClassVar[type[Optimizer]]
+    #: What a group of a saved state dict has to have, and the state of a parameter, where there is any.
+    _in_groups: ClassVar[tuple[str, ...]]
+    _in_state: ClassVar[tuple[str, ...]] = ()
+    #: The state with an entry for each element.
+    _moments: ClassVar[tuple[str, ...]]
+
     _state_dtype: torch.dtype | None = None
     _update: Update | None = None
-    _lists: TensorLists | None = None
-    _hyper: HyperParameters | None = None
+    # whether the compiled ops serve the parameters, and where they lay when their state was last fit to torch's steps; None for
+    # "ask again"
+    _is_served: bool | None = None
+    _places: list[int] | None = None
+    # which groups have parameters that torch's fused steps take
+    _torch_serves: Sequence[bool] = ()
 
-    def _settle(self, state_dtype: Any, fused: Any, differentiable: Any) -> None:
-        """What is asked of the constructor beyond torch's."""
-        problems = []
-        dtype = to_dtype(state_dtype)
+    # -- what the classes differ in ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _names(self) -> tuple[str, ...]:
+        """Return the state that each parameter needs for a fused step."""
+
+    @abstractmethod
+    def _row(self, group: Mapping[str, Any]) -> list[Any]:
+        """Return the hyper-parameters of a group after lr, in the order of the ops."""
+
+    @abstractmethod
+    def _call(self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any) -> None:
+        """Decide and update."""
+
+    def _knows(self, group: Mapping[str, Any]) -> bool:
+        """Return whether fused steps, ours and torch's, know all options of a group."""
+        return not group['differentiable']
+
+    def _begin(self, group: Mapping[str, Any]) -> None:
+        """Make the state of a group that torch's fused step expects to be there."""
+
+    def _check_arguments(self, state_dtype: Any, fused: Any, differentiable: Any) -> None:
+        name, problems, dtype = type(self).__name__, [], to_dtype(state_dtype)
         if state_dtype is not None and dtype not in (torch.float32, torch.bfloat16):
             problems.append(
-                f"state_dtype={state_dtype!r} of {type(self).__name__} must be 'float32', 'bfloat16' or None; "
-                'float16 has no room for squares of gradients.'
+                f"state_dtype={state_dtype!r} of {name} must be 'float32', 'bfloat16' or None; float16 has no room for "
+                'squares of gradients.'
             )
-        if fused is False:
-            problems.append(
-                f'fused=False: {type(self).__name__} is fused always. Leave the argument out, or use '
-                f'torch.optim.{self._algorithm.torch_name}.'
-            )
-        if differentiable:
-            problems.append(
-                f'differentiable=True: {type(self).__name__} writes in place and keeps no graph. Use '
-                f'torch.optim.{self._algorithm.torch_name}.'
-            )
+        wrong = [*(['fused=False'] if fused is False else []), *(['differentiable=True'] if differentiable else [])]
+        for words in wrong:
+            problems.append(f'{words}: {name} is fused, and keeps no graph. Use torch.optim.{self._torch.__name__}.')
         if problems:
             raise AmpConfigError(problems)
         self._state_dtype = dtype
 
+    # -- who takes the step ------------------------------------------------------------------------------------------
+
     @property
     def state_dtype(self) -> torch.dtype:
-        """Type of the moments of float32 and 16-bit parameters. Others have moments of their own type."""
+        """Type of the moments in a fused step. torch's own steps keep them in the type of the parameter."""
         return self._state_dtype or torch.float32
 
-    # -- a step -----------------------------------------------------------------------------------------------------
+    @property
+    def fuses(self) -> bool:
+        """Whether the compiled ops serve all parameters and the options of their groups."""
+        if self._is_served is None:
+            params = parameters_of(self)
+            devices = {parameter.device for parameter in params}
+            known = _DTYPES.issuperset(map(_DTYPE, params)) and all(map(_is_dense, params))
+            self._is_served = known and len(devices) == 1 and ops.serves(devices.pop())
+        return self._is_served and all(map(self._knows, self.param_groups))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and neither unscales nor reads the flag."""
+        return self.fuses or all(_torch_serves(group['params']) and self._torch_fuses(group) for group in self.param_groups)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """Ignore what torch's constructor sets."""
+
+    def _torch_fuses(self, group: Mapping[str, Any]) -> bool:
+        """Return whether torch's fused step takes a group, and computes what it should."""
+        params = group['params']
+        grads = gradients(params)
+        if not all(map(operator.is_not, grads, repeat(None))):
+            params = [parameter for parameter, grad in zip(params, grads) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if not self._knows(group) or any(map(Tensor.is_neg, grads)):
+            return False
+        # it looks at no strides, and walks through memory; sparse ones are not contiguous
+        alike = all(map(Tensor.is_contiguous, grads)) and all(map(Tensor.is_contiguous, params))
+        return alike or (_are_dense(grads) and [*map(Tensor.stride, params)] == [*map(Tensor.stride, grads)])
 
     @contextmanager
     def updating(self, update: Update) -> Iterator[None]:
-        """Inside, ``step()`` takes gradients, partners and the decision from ``update``.
-
-        ``grad_scale`` and ``found_inf`` do not count then. All parameters must lie on one device.
+        """Inside, ``step()`` is a fused one by ``update``; ``grad_scale`` and ``found_inf`` do not count then.
 
         Args:
             update: From the engine that scales the loss.
@@ -116,17 +166,17 @@ class FusedOptimizer(Optimizer):
             AmpUsageError: Inside another one.
         """
         if self._update is not None:
-            raise AmpUsageError(
-                f'{type(self).__name__}.updating() does not nest: leave the first one before the second.'
-            )
+            raise AmpUsageError(f'{type(self).__name__}.updating() does not nest: leave the first one before the second.')
         self._update = update
         try:
             yield
         finally:
             self._update = None
 
+    # -- a step -----------------------------------------------------------------------------------------------------
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. The host waits for no device.
+        """Take one step. In a fused one the host waits for no device.
 
         Where the step is skipped (``found_inf`` above 0), parameters, counts and moments stay as they are.
 
@@ -137,195 +187,184 @@ class FusedOptimizer(Optimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            AmpUsageError: A gradient, a state or a hyper-parameter that no step can be taken with. Nothing is changed then.
+            AmpUsageError: A state or a hyper-parameter that no fused step can be taken with. Nothing is changed then.
         """
         if torch.compiler.is_dynamo_compiling():
-            # nothing here is worth a graph, and objects that are compared would be guarded one by one
+            # nothing here is worth a graph
             return self._step_eagerly(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._take_step(self._update)
+            params, update = parameters_of(self), self._update
+            if update is not None:
+                update.decision = self._step_fused(params, update.gradients, update.partners, update.decide)
+                update.written()
+            elif not self.fuses or self._step_fused(params, gradients(params), (), self._scaling) is None:
+                self._step_by_torch(params)
         return loss
 
     @untraced
     def _step_eagerly(self, closure: Callable[[], Any] | None) -> Any:
         return FusedOptimizer.step(self, closure)
 
-    def _take_step(self, update: Update | None) -> None:
-        groups = self.param_groups
-        parameters = parameters_in(groups)
-        gradients = list(map(_GRADIENT, parameters)) if update is None else update.gradients
-        if update is not None and not len(gradients) == len(update.partners) == len(parameters):
-            raise AmpUsageError(
-                f'{type(self).__name__} has {len(parameters)} parameters, and an Update {len(gradients)} gradients and '
-                f'{len(update.partners)} partners: give one of each, or None, for every parameter.'
-            )
-        partners = None if update is None else update.partners
-        options = list(map(operator.itemgetter(*self._algorithm.options), groups))
-        lists = self._lists
-        if lists is not None and lists.options == options:
-            # known as these from here on
-            options = lists.options
-        if (
-            lists is None
-            or not (lists.options is options or self._has_names(lists, options))
-            or not lists.is_current(groups, parameters, self.state, gradients, partners)
-        ):
-            lists = self._gather(gradients, partners, options)
-            if update is not None and update.written is not None:
-                # the trial of the new lists has moved versions
-                update.written()
-        hyper = self._hyper = hyper_parameters(self._algorithm, groups, options, lists.is_on_host, self._hyper)
-        if not lists.devices:
-            return
-        present = lists.present(gradients)
-        if update is None:
-            # all of them, before the first prologue counts a step
-            inputs: list[Mapping[str, Any]] = [self._scaling(place.device) for place in lists.devices]
-        else:
-            inputs = [update.decide(present)]
-        self._write(lists, hyper, present, inputs)
-        if lists is not self._lists:
-            self._begin(lists, parameters)
-            lists.begun = []
-            lists.keys, lists.values = list(self.state), list(self.state.values())
-            self._lists = lists
-        if update is not None:
-            update.decision = lists.devices[0].decision
-            if update.written is not None:
-                update.written()
-
-    def _has_names(self, lists: TensorLists, options: list[Any]) -> bool:
-        """Whether the groups ask for the state that was gathered."""
-        groups = self.param_groups
-        if lists.names != list(map(self._algorithm.names, groups)) or any(g['differentiable'] for g in groups):
-            return False
-        lists.options = options
-        return True
-
-    def _gather(
-        self, gradients: Sequence[Tensor | None], partners: Sequence[Tensor | None] | None, options: list[Any]
-    ) -> TensorLists:
-        """New lists, which the ops take."""
-        buffers: Buffers = self.__dict__.setdefault('_buffers', Buffers())
-        try:
-            lists = Gatherer(self, self._algorithm, self.state_dtype, buffers).gather(gradients, partners, options)
-            present = lists.present(gradients)
-            for place in lists.devices:
-                # those of one group each, which share no memory either
-                params = [p for bucket in place.buckets if bucket.group is not None for p in bucket.params]
-                check_lists([], [('params', params)])
-                for bucket in place.buckets:
-                    if bucket.group is not None:
-                        check_bucket(bucket.on_rank, bucket.pick(present))
-                    elif partners is not None:
-                        # a skipped step writes nothing: what the ops refuse, they refuse before a scale has moved
-                        self._algorithm.update(bucket.on_rank, bucket.pick(present), torch.ones_like(place.decision))
-        except ValueError as error:
-            raise self._explained(error) from error
-        return lists
-
-    def _explained(self, reason: ValueError) -> AmpUsageError:
-        """What an op says about lists, as an error of a step."""
-        return AmpUsageError(
-            f'{type(self).__name__} cannot take the step, and nothing was changed: {reason} (Numbers count the parameters that '
-            'have a gradient.) Parameters, gradients and states need memory of their own: tie a parameter by using it twice.'
-        )
-
-    def _write(
+    def _step_fused(
         self,
-        lists: TensorLists,
-        hyper: HyperParameters,
-        gradients: list[Tensor],
-        inputs: Sequence[Mapping[str, Any]],
-    ) -> None:
-        counted: list[DeviceBucket] = []
-        updated: list[Bucket] = []
+        params: list[Any],
+        grads: Sequence[Any],
+        partners: Sequence[Any],
+        decide: Callable[[list[Tensor]], Mapping[str, Any]],
+    ) -> Tensor | None:
+        """Decide and update in one op, and return the decision; None, and nothing is done, where only torch can."""
+        device = params[0].device
+        groups = [number for number, group in enumerate(self.param_groups) for _ in group['params']]
+        if not all(map(operator.is_not, grads, repeat(None))):
+            chosen = [place for place, grad in enumerate(grads) if grad is not None]
+            params, grads, groups = ([values[place] for place in chosen] for values in (params, grads, groups))
+            partners = [partners[place] for place in chosen] if partners else ()
+        table, rates, rated = self._hyper_parameters(device)
+        columns = self._columns(params)
+        beside = [p if partner is None else partner for p, partner in zip(params, partners)]
+        here, found = local(params), local(grads)
+        beside = [] if same(beside, params) else local(beside)
+        given = decide(found)
+        decision = torch.empty(ops.DECISION, device=device)
+        rest = (decision, table, torch.tensor(groups, dtype=torch.int64), rates, rated)
         try:
-            for place, given in zip(lists.devices, inputs):
-                if lists.partners is not None:
-                    # the caller of updating() keeps it
-                    place.decision = torch.empty_like(place.decision)
-                if place.steps or given:
-                    table = (place.decision, place.rows, place.steps, hyper.table, place.groups, self._algorithm.kind)
-                    ops.step_prologue(*table, *(hyper.rates_on(place.device) if hyper.tensors else ((), ())), **given)
-                    counted.append(place)
-                elif lists.partners is not None:
-                    # torch's functions count by themselves: there is nothing to decide
-                    place.decision.zero_()[1:3] = 1.0
-                    place.decision[3], place.decision[4:6] = math.inf, math.nan
-            for place, given in zip(lists.devices, inputs):
-                for bucket in place.buckets:
-                    mine = gradients if bucket.indices is None else bucket.pick(gradients)
-                    if bucket.group is None:
-                        self._algorithm.update(bucket.on_rank, mine, place.decision)
-                    else:
-                        group = {**self.param_groups[bucket.group], 'lr': hyper.rate(bucket.group, place.device)}
-                        self._algorithm.update_by_torch(bucket.on_rank, mine, place.decision, given, group)
-                    updated.append(bucket)
-        except BaseException as error:
-            # an op that refuses has written nothing: the steps that it should have taken are not counted
-            for place in counted:
-                steps = [
-                    step
-                    for bucket in place.buckets
-                    if bucket.group is None and bucket not in updated
-                    for step in bucket.steps
-                ]
-                if steps:
-                    torch._foreach_add_(steps, [place.decision[0] - 1] * len(steps))
-            if not updated and isinstance(error, ValueError):
-                raise self._explained(error) from error
-            self._begin(lists, [parameter for bucket in updated for parameter in bucket.params])
-            raise
+            self._call(found, here, columns, beside, *rest, **given)
+        except ValueError:
+            # nothing was written: something is sparse, or lies in other ways than its parameter
+            self._is_served = None
+            if not self.fuses or not _are_dense(found):
+                return None
+            found, is_split = [_like(g, p) for g, p in zip(found, here)], any(b.dtype is torch.int16 for b in beside)
+            self._lay_out(params)
+            try:
+                self._call(found, here, self._columns(params), beside if is_split else [], *rest, **given)
+            except ValueError as error:
+                raise AmpUsageError(f'{type(self).__name__} cannot take the step, and nothing was changed: {error}') from error
+            ops.multi_tensor_copy(here, beside if not is_split and beside else here)
+        return decision
 
-    def _begin(self, lists: TensorLists, written: list[Tensor]) -> None:
-        """Show the state that parameters were stepped with."""
-        ids = set(map(id, written))
-        for parameter, state, fresh in lists.begun:
-            if id(parameter) in ids:
-                state.update(fresh)
-                self.state[parameter] = state
+    def _columns(self, params: list[Tensor]) -> dict[str, list[Tensor]]:
+        """Return the state of parameters, by name; what is missing is begun."""
+        states = list(self.state.values())
+        if not same(list(self.state), params):
+            states = [self.state[parameter] for parameter in params]
+        try:
+            return {name: local([state[name] for state in states]) for name in self._names()}
+        except KeyError:
+            for name in self._names():
+                for parameter, state in zip(params, states):
+                    if name not in state and name == 'step':
+                        state[name] = _count(0.0, parameter.device)
+                    elif name not in state:
+                        state[name] = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
+        return self._columns(params)
 
-    def _scaling(self, device: torch.device) -> dict[str, Tensor]:
-        """What a GradScaler has set."""
-        scaling = {}
+    def _lay_out(self, params: list[Tensor]) -> None:
+        """Lay state out as parameters are, which may have been replaced.
+
+        Raises:
+            AmpUsageError: State of another shape.
+        """
+        for parameter in params:
+            state = self.state[parameter]
+            for name in self._names():
+                value = state[name]
+                if name == 'step':
+                    state[name] = _count(value, parameter.device)
+                elif isinstance(value, Tensor) and value.shape == parameter.shape and not differs(value, parameter):
+                    state[name] = _like(value, parameter)
+                else:
+                    shape = tuple(getattr(value, 'shape', ()))
+                    raise AmpUsageError(
+                        f'{type(self).__name__}: state[{name!r}] has shape {shape} beside a parameter of shape '
+                        f'{tuple(parameter.shape)}. Remove the state of this parameter to begin anew.'
+                    )
+
+    def _hyper_parameters(self, device: torch.device) -> tuple[Tensor, list[Tensor], list[int]]:
+        """Read the groups: float64 (groups, 7) on the CPU, each lr that is read on the device, and the groups of these."""
+        rows, rates, rated = [], [], []
+        for index, group in enumerate(self.param_groups):
+            rate = group['lr']
+            if isinstance(rate, Tensor) and rate.device == device and rate.numel() == 1:
+                rates.append(rate.detach().to(torch.float32))
+                rated.append(index)
+                rate = 0.0
+            try:
+                rows.append([float(value) for value in (rate, *self._row(group))])
+            except (RuntimeError, TypeError, ValueError) as error:
+                shown = {name: value for name, value in group.items() if name != 'params'}
+                raise AmpUsageError(f'param_groups[{index}] holds {shown}: numbers are expected ({error}).') from error
+        if len(rates) < len(rows) and device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+            warnings.warn(
+                "the learning rate of a captured step is a number, which later replays keep: give param_groups[i]['lr'] a tensor "
+                'on the device, which schedulers fill.',
+                stacklevel=2,
+            )
+        return torch.tensor(rows, dtype=torch.float64), rates, rated
+
+    def _scaling(self, grads: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return what a GradScaler has set, as float32 scalars on the device of the parameters."""
+        scaling, device = {}, parameters_of(self)[0].device
         for name, attribute in (('scale', 'grad_scale'), ('found_inf', 'found_inf')):
             value = getattr(self, attribute, None)
-            if value is None:
-                continue
-            if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and value.numel() != 1):
-                raise AmpUsageError(
-                    f'{type(self).__name__}.{attribute} is {value!r}: one number or None is expected, as GradScaler sets it.'
-                )
-            if not isinstance(value, Tensor):
-                value = torch.full((), float(value), dtype=torch.float32, device=device)
-            scaling[name] = whole(value.detach()).to(device, torch.float32, non_blocking=True)
+            if value is not None:
+                value = whole(value.detach()) if isinstance(value, Tensor) else torch.tensor(float(value))
+                scaling[name] = value.reshape(()).to(device, torch.float32, non_blocking=True)
         return scaling
 
+    def _step_by_torch(self, params: list[Tensor]) -> None:
+        """Take the step of the class of ``torch.optim``, fused in those groups where torch can."""
+        if self._state_dtype is torch.bfloat16 and any(p.dtype is torch.float32 for p in params):
+            raise AmpUsageError(
+                f"{type(self).__name__}(state_dtype='bfloat16') needs a step of the compiled ops, and torch's own is all there is "
+                f'for {params[0].device} and these options: build them by amp-wrapper build-ops, or leave state_dtype out.'
+            )
+        places = addresses(local(params))
+        if places != self._places:
+            # torch's steps take moments of the types and layouts of parameters
+            for parameter, state in self.state.items():
+                for name in self._moments:
+                    if state.get(name) is not None:
+                        state[name] = _like(state[name].to(parameter.dtype), parameter)
+            self._places, self._torch_serves = places, [_torch_serves(group['params']) for group in self.param_groups]
+        for name, value in self._scaling(()).items():
+            # GradScaler adds the flags of devices up, and torch's kernels compare with 1
+            setattr(self, *('grad_scale', value) if name == 'scale' else ('found_inf', value.clamp(max=1.0)))
+        groups = self.param_groups
+        before = [group['fused'] for group in groups]
+        for group, is_served in zip(groups, self._torch_serves):
+            group['fused'] = is_served and self._torch_fuses(group)
+            if group['fused']:
+                self._begin(group)
+        try:
+            step_without_hooks(self._torch)(self)
+        finally:
+            for group, fused in zip(groups, before):
+                group['fused'] = fused
+
     # -- saving and loading -----------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's own."""
+        super().add_param_group(param_group)
+        self._is_served = self._places = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), '_state_dtype': self._state_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        loaded = self.__dict__.get('_loaded')
-        if loaded is not None:
-            # in place of what torch has cast to the types of the parameters
-            state = {**state, 'state': defaultdict(dict, {**state['state'], **loaded})}
         super().__setstate__(state)
-        self._lists = None
-        self._hyper = None
+        self._is_served = self._places = None
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state dict of this class or of torch's own. It is copied, and left as it is.
 
-        Moments get the type of this optimizer (:attr:`state_dtype`), where torch would give them the parameter's: those of
-        16-bit parameters stay what they were.
+        Where steps are fused, moments get :attr:`state_dtype`, and not the type of the parameter as in torch.
 
         Args:
             state_dict: Of this class, or of the class of ``torch.optim`` that it extends.
@@ -335,62 +374,81 @@ class FusedOptimizer(Optimizer):
                 changed then.
             ValueError: Another number of groups or parameters.
         """
-        # the last of all hooks, which may change the dict
-        handle = self.register_load_state_dict_pre_hook(_keep_types)
+        saved: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def check(_: Optimizer, loaded: dict[str, Any]) -> None:
+            ids = [key for group in loaded['param_groups'] for key in group['params']]
+            saved.extend((p, loaded['state'].get(key, {})) for key, p in zip(ids, parameters_of(self)))
+            self._check_saved(loaded['param_groups'], saved)
+
+        # the last of these hooks, which may change the dict
+        handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            self.__dict__.pop('_loaded', None)
+        for parameter, state in saved:
+            dtype = self.state_dtype if self.fuses else parameter.dtype
+            for name in (*self._moments, 'step'):
+                value = state.get(name)
+                if value is not None and name == 'step':
+                    self.state[parameter][name] = _count(value, parameter.device, copy=True)
+                elif value is not None:
+                    moment = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                    self.state[parameter][name] = moment.copy_(value.detach())
+                elif name in state:
+                    # of torch's SGD: not begun
+                    del self.state[parameter][name]
 
-    def _held(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for index, group in enumerate(state_dict['param_groups']):
-            missing = [key for key in self._algorithm.required if key not in group]
+    def _check_saved(self, groups: Sequence[Mapping[str, Any]], saved: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
+        own = f'that of torch.optim.{self._torch.__name__} or {type(self).__name__} is expected'
+        for index, group in enumerate(groups):
+            missing = [key for key in self._in_groups if key not in group]
             if missing:
-                raise AmpCheckpointError(
-                    f'param_groups[{index}] of the state dict has no {missing[0]!r}: that of '
-                    f'torch.optim.{self._algorithm.torch_name} or {type(self).__name__} is expected.'
-                )
-        ids = [key for group in state_dict['param_groups'] for key in group['params']]
-        places = {
-            key: (index, parameter) for index, (key, parameter) in enumerate(zip(ids, parameters_in(self.param_groups)))
-        }
-        rest: dict[Any, Any] = {}
-        loaded: dict[Tensor, Any] = {}
-        for key, entry in state_dict['state'].items():
-            if key in places and isinstance(entry, dict):
-                index, parameter = places[key]
-                loaded[parameter] = self._adopted(parameter, entry, f'state[{index}]')
-            else:
-                rest[key] = entry
-        self.__dict__['_loaded'] = loaded
-        return {**state_dict, 'state': rest}
-
-    def _adopted(self, parameter: Tensor, saved: Mapping[str, Any], label: str) -> dict[str, Any]:
-        """A copy of what was saved for a parameter."""
-        state: dict[str, Any] = {}
-        for name, value in saved.items():
-            if name in self._algorithm.moments and value is not None:
-                problem = misfit(value, parameter)
-                if problem:
+                raise AmpCheckpointError(f'param_groups[{index}] of the state dict has no {missing[0]!r}: {own}.')
+        for index, (parameter, state) in enumerate(saved):
+            missing = [name for name in self._in_state if state and state.get(name) is None]
+            if missing:
+                found = ', '.join(map(repr, state))
+                raise AmpCheckpointError(f'state[{index}] of the state dict has no {missing[0]!r}, but {found}: {own}.')
+            for name in (*self._moments, 'step'):
+                value, shape = state.get(name), parameter.shape if name in self._moments else torch.Size()
+                # files of old have numbers of steps
+                found = value.shape if isinstance(value, Tensor) else torch.Size()
+                if value is not None and found != shape:
                     raise AmpCheckpointError(
-                        f'{label}[{name!r}] of the state dict {problem}: it belongs to another parameter.'
+                        f'state[{index}][{name!r}] of the state dict has shape {tuple(found)}, and {tuple(shape)} is expected: '
+                        f'it belongs to another parameter.'
                     )
-                moment = torch.empty_like(
-                    parameter, dtype=moment_dtype(parameter, self.state_dtype), requires_grad=False
-                )
-                state[name] = moment.copy_(value.detach())
-            elif name == 'step' and value is not None:
-                problem = uncountable(value)
-                if problem:
-                    raise AmpCheckpointError(f'{label}[{name!r}] of the state dict {problem}.')
-                state[name] = count_of(value, parameter.device, copy=True)
-            elif isinstance(value, Tensor):
-                state[name] = value.detach().to(parameter.device, copy=True)
-            elif value is not None:
-                state[name] = value
-        return state
 
 
-def _keep_types(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    return optimizer._held(state_dict) if isinstance(optimizer, FusedOptimizer) else None
+def _count(value: Any, device: torch.device, copy: bool = False) -> Tensor:
+    """Return a number of steps as the ops take it: a float32 scalar on the device of the parameter."""
+    found = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+    return found.reshape(()).to(device, torch.float32, copy=copy)
+
+
+def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor that lies where its parameter does, with the same strides; a copy where it does not."""
+    if (tensor.device, tensor.stride()) == (parameter.device, parameter.stride()):
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def _torch_serves(params: Sequence[Tensor]) -> bool:
+    """Return whether torch's fused steps take parameters. Those of 16 bits on CPUs step wrong, seen in torch 2.6 to 2.13."""
+    kinds = set(zip(map(_DTYPE, params), map(_DEVICE, params)))
+    on_cpus = any(device.type == 'cpu' and dtype in HALF_TYPES for dtype, device in kinds)
+    known = all(dtype.is_floating_point and device.type in _TORCH_FUSES for dtype, device in kinds)
+    return known and not on_cpus
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Return whether the ops can walk through the memory of a parameter, in whatever order its elements are."""
+    is_plain = is_sharded(parameter) or not is_traceable_wrapper_subclass(parameter)
+    return is_plain and (parameter.is_contiguous() or torch.empty_like(parameter).stride() == parameter.stride())
+
+
+def _are_dense(grads: Sequence[Tensor | None]) -> bool:
+    """Return whether no gradient is sparse."""
+    return {grad.layout for grad in grads if grad is not None} <= {torch.strided}

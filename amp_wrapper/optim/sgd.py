@@ -2,65 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
-from ..compiler_internals import untraced
-from ..torch_internals import fused_sgd
-from .algorithm import Algorithm, Columns, Tensors
 from .fused import FusedOptimizer
-from .tensor_lists import Bucket
-
-
-class _Sgd(Algorithm):
-    """SGD, with momentum or without."""
-
-    kind = ops.SGD
-    torch_name = 'SGD'
-    moments = ('momentum_buffer',)
-    required = ('lr', 'momentum', 'dampening', 'weight_decay')
-    options = ('momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize', 'differentiable')
-    torch_counts = False
-
-    def names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ('step', 'momentum_buffer') if group['momentum'] != 0 else ()
-
-    def row(self, group: Mapping[str, Any]) -> list[Any]:
-        numbers = [group['momentum'], group['dampening'], bool(group['nesterov']), group['weight_decay']]
-        return [*numbers, bool(group['maximize']), 0]
-
-    def first_step(self, state: Mapping[str, Any]) -> float | None:
-        return 0.0 if state.get('momentum_buffer') is None else 1.0
-
-    def kept(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        # whatever was counted before has left no momentum
-        return {} if state.get('momentum_buffer') is None else state
-
-    def update(self, bucket: Bucket, gradients: list[Tensor], decision: Tensor) -> None:
-        buffers = bucket.columns.get('momentum_buffer', [])
-        ops.fused_sgd(gradients, bucket.params, buffers, bucket.partners, bucket.rows, decision)
-
-    def _call_torch(self, columns: Columns, grads: Tensors, group: Mapping[str, Any], skip: Tensor | None) -> None:
-        words: dict[str, Any] = {name: float(group[name]) for name in ('momentum', 'weight_decay')}
-        words |= {name: bool(group[name]) for name in ('nesterov', 'maximize')}
-        params, steps, dampening = columns['params'], columns.get('step', []), float(group['dampening'])
-        if steps and dampening != 0:
-            # the first gradient is not dampened, and only the device knows which it is
-            decay, words['weight_decay'] = words['weight_decay'], 0.0
-            kept = 1 - dampening * (torch.stack(steps) > 0)
-            grads = list(torch._foreach_add(grads, params, alpha=-decay if words['maximize'] else decay))
-            torch._foreach_mul_(grads, list(kept.unbind()))
-        # a momentum of zeros becomes the first gradient
-        buffers = columns.get('momentum_buffer', [])
-        words |= dict(lr=group['lr'], dampening=0.0, is_first_step=False, found_inf=skip)
-        fused_sgd(params, grads, buffers, **words)
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
@@ -97,7 +47,31 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         ValueError: As torch's own, such as a negative ``lr``.
     """
 
-    _algorithm = _Sgd()
+    _torch = torch.optim.SGD
+    _in_groups = ('lr', 'momentum', 'dampening', 'weight_decay')
+    _moments = ('momentum_buffer',)
+
+    def _names(self) -> tuple[str, ...]:
+        return self._moments if self.param_groups[0]['momentum'] != 0 else ()
+
+    def _row(self, group: Mapping[str, Any]) -> list[Any]:
+        return [group['momentum'], 0, bool(group['nesterov']), group['weight_decay'], bool(group['maximize']), 0]
+
+    def _call(
+        self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any
+    ) -> None:
+        ops.fused_sgd(grads, params, columns.get('momentum_buffer', []), *rest, **given)
+
+    def _knows(self, group: Mapping[str, Any]) -> bool:
+        # the first gradient is not dampened, so a momentum of zeros is not one that has not begun
+        begins_at_0 = group['momentum'] == 0 or group['dampening'] == 0
+        return super()._knows(group) and begins_at_0 and bool(group['momentum']) == bool(self.param_groups[0]['momentum'])
+
+    def _begin(self, group: Mapping[str, Any]) -> None:
+        # torch's begins all of a group or none, and leaves memory that nobody wrote where it skips the first step
+        for parameter in group['params']:
+            if group['momentum'] != 0 and parameter.grad is not None and self.state[parameter].get('momentum_buffer') is None:
+                self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter, requires_grad=False)
 
     def __init__(
         self,
@@ -114,44 +88,6 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         state_dtype: torch.dtype | str | None = None,
     ) -> None:
-        self._settle(state_dtype, fused, differentiable)
+        self._check_arguments(state_dtype, fused, differentiable)
         options: dict[str, Any] = dict(maximize=maximize, foreach=foreach, fused=fused)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
-
-    def _adopted(self, parameter: Tensor, saved: Mapping[str, Any], label: str) -> dict[str, Any]:
-        state = super()._adopted(parameter, saved, label)
-        if 'momentum_buffer' not in state:
-            return state
-        # torch's own counts nothing; what it saves was begun
-        step = state.get('step')
-        state['step'] = torch.ones((), device=parameter.device) if step is None else step.clamp_(min=1)
-        return state
-
-    @untraced
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's own, without momentum that is not begun. Syncs where there is momentum."""
-        # the first of all hooks: the others see what is saved
-        handle = self.register_state_dict_post_hook(_leave_out_unbegun, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
-
-
-def _leave_out_unbegun(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    counts: dict[torch.device, list[tuple[Any, Tensor]]] = defaultdict(list)
-    for key, state in state_dict['state'].items():
-        if isinstance(state, dict) and isinstance(state.get('step'), Tensor):
-            counts[state['step'].device].append((key, state['step']))
-    unbegun: set[Any] = set()
-    for found in counts.values():
-        taken = torch.stack([count.detach().reshape(()).float() for _, count in found]).tolist()
-        unbegun.update(key for (key, _), count in zip(found, taken) if count == 0)
-    kept = {}
-    for key, state in state_dict['state'].items():
-        if key in unbegun:
-            state = {name: value for name, value in state.items() if name not in ('step', 'momentum_buffer')}
-            if not state:
-                continue
-        kept[key] = state
-    return {**state_dict, 'state': kept}

@@ -44,7 +44,7 @@ class NoHostRead(TorchDispatchMode):
 
 @contextmanager
 def ops_from(setting: str) -> Iterator[None]:
-    """Looks for the library as a new process with this ``AMP_WRAPPER_OPS`` would: 'torch' does without.
+    """Looks for the library as a new process with ``AMP_WRAPPER_OPS`` would: 'torch' for none.
 
     This is the one place of these tests that knows where the package keeps what it has found.
     """
@@ -58,7 +58,7 @@ def ops_from(setting: str) -> Iterator[None]:
 
 def skip_without_library(device: torch.device) -> None:
     """Skips a test of compiled kernels on a device that they do not serve."""
-    if device.type not in ops.compiled_devices():
+    if not ops.serves(device):
         pytest.skip(f'no compiled ops for {device.type}')
 
 

@@ -312,6 +312,8 @@ class Plain:
             for index, state in self.optimizer.state_dict().get('state', {}).items()
             for key, value in (state.items() if isinstance(state, dict) else ())
             if isinstance(value, Tensor) and (key != 'step' or 'exp_avg' in state)
+            # a momentum of zeros has not begun
+            if key != 'momentum_buffer' or bool(value.any())
         }
         return dict(
             values={name: value.tolist() for name, value in saved.items()},

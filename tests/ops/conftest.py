@@ -13,13 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from op_lists import skip_without_library
-
-
-@pytest.fixture
-def library(device: torch.device) -> None:
-    """For tests of what only compiled kernels do."""
-    skip_without_library(device)
 
 
 @pytest.fixture(scope='session')
