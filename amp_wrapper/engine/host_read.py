@@ -51,7 +51,11 @@ def takes_flag(optimizer: Optimizer) -> bool:
     reads = bool(getattr(optimizer, '_step_supports_amp_scaling', False))
     if isinstance(optimizer, FusedOptimizer):
         return reads
-    return reads and not isinstance(optimizer, torch.optim.SGD) and all(g.get('fused', True) for g in optimizer.param_groups)
+    return (
+        reads
+        and not isinstance(optimizer, torch.optim.SGD)
+        and all(g.get('fused', True) for g in optimizer.param_groups)
+    )
 
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:

@@ -177,7 +177,9 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None
     return Update(gradients, lists.copies, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
 
 
-def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, update: Update, run: Run) -> StepResult:
+def _step_fused(
+    engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, update: Update, run: Run
+) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
     scales, monitor = engine.scales, engine.monitor
     waits = scales.check and monitor.must_wait

@@ -165,7 +165,9 @@ def fused_adam(
         ValueError: Lists that do not pair up; types, shapes, layouts or devices that do not fit. Nothing is written then.
     """
     state = exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
-    torch.ops.amp_wrapper.fused_adam.default(grads, params, *state, partners, decision, hyper, groups, rates, rated, **given)
+    torch.ops.amp_wrapper.fused_adam.default(
+        grads, params, *state, partners, decision, hyper, groups, rates, rated, **given
+    )
 
 
 def fused_sgd(

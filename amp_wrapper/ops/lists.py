@@ -75,7 +75,9 @@ def _norms(tensors: Tensors, order: float) -> Tensor:
     return torch.stack(found) if found else torch.zeros(1, device=tensors[0].device)
 
 
-def _by_device(tensors: Tensors, flag: Tensor | None, factor: Tensor | None) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
+def _by_device(
+    tensors: Tensors, flag: Tensor | None, factor: Tensor | None
+) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
     """Yield the tensors of each device, as real numbers, with a flag and a factor there; ``flag`` is raised where one is."""
     places: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:

@@ -92,7 +92,9 @@ class FusedOptimizer(Optimizer):
         """Return the hyper-parameters of a group after lr, in the order of the ops."""
 
     @abstractmethod
-    def _call(self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any) -> None:
+    def _call(
+        self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any
+    ) -> None:
         """Decide and update."""
 
     def _knows(self, group: Mapping[str, Any]) -> bool:
@@ -136,7 +138,9 @@ class FusedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and neither unscales nor reads the flag."""
-        return self.fuses or all(_torch_serves(group['params']) and self._torch_fuses(group) for group in self.param_groups)
+        return self.fuses or all(
+            _torch_serves(group['params']) and self._torch_fuses(group) for group in self.param_groups
+        )
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -166,7 +170,9 @@ class FusedOptimizer(Optimizer):
             AmpUsageError: Inside another one.
         """
         if self._update is not None:
-            raise AmpUsageError(f'{type(self).__name__}.updating() does not nest: leave the first one before the second.')
+            raise AmpUsageError(
+                f'{type(self).__name__}.updating() does not nest: leave the first one before the second.'
+            )
         self._update = update
         try:
             yield
@@ -243,7 +249,9 @@ class FusedOptimizer(Optimizer):
             try:
                 self._call(found, here, self._columns(params), beside if is_split else [], *rest, **given)
             except ValueError as error:
-                raise AmpUsageError(f'{type(self).__name__} cannot take the step, and nothing was changed: {error}') from error
+                raise AmpUsageError(
+                    f'{type(self).__name__} cannot take the step, and nothing was changed: {error}'
+                ) from error
             ops.multi_tensor_copy(here, beside if not is_split and beside else here)
         return decision
 
@@ -400,7 +408,9 @@ class FusedOptimizer(Optimizer):
                     # of torch's SGD: not begun
                     del self.state[parameter][name]
 
-    def _check_saved(self, groups: Sequence[Mapping[str, Any]], saved: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
+    def _check_saved(
+        self, groups: Sequence[Mapping[str, Any]], saved: Sequence[tuple[Tensor, Mapping[str, Any]]]
+    ) -> None:
         own = f'that of torch.optim.{self._torch.__name__} or {type(self).__name__} is expected'
         for index, group in enumerate(groups):
             missing = [key for key in self._in_groups if key not in group]

@@ -65,12 +65,18 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     def _knows(self, group: Mapping[str, Any]) -> bool:
         # the first gradient is not dampened, so a momentum of zeros is not one that has not begun
         begins_at_0 = group['momentum'] == 0 or group['dampening'] == 0
-        return super()._knows(group) and begins_at_0 and bool(group['momentum']) == bool(self.param_groups[0]['momentum'])
+        return (
+            super()._knows(group) and begins_at_0 and bool(group['momentum']) == bool(self.param_groups[0]['momentum'])
+        )
 
     def _begin(self, group: Mapping[str, Any]) -> None:
         # torch's begins all of a group or none, and leaves memory that nobody wrote where it skips the first step
         for parameter in group['params']:
-            if group['momentum'] != 0 and parameter.grad is not None and self.state[parameter].get('momentum_buffer') is None:
+            if (
+                group['momentum'] != 0
+                and parameter.grad is not None
+                and self.state[parameter].get('momentum_buffer') is None
+            ):
                 self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter, requires_grad=False)
 
     def __init__(

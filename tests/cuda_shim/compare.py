@@ -74,7 +74,8 @@ def step_calls(maker: Maker, shapes: Sequence[Sequence[int]], flags: int) -> Ite
     params = maker.list(shapes, (F32, F32, BF16, F16))
     # for every fourth none, which is said by the parameter itself
     partners = [
-        maker.tensor(p.shape, FLOATS[i % 3] if p.dtype is F32 else I16, False) if i % 4 else p for i, p in enumerate(params)
+        maker.tensor(p.shape, FLOATS[i % 3] if p.dtype is F32 else I16, False) if i % 4 else p
+        for i, p in enumerate(params)
     ]
     states = [maker.list(shapes) for _ in range(3)]
     if is_sgd:

@@ -99,7 +99,9 @@ EDITS: list[Edit] = [
 @both
 def test_16_bit_parameters_on_a_cpu() -> None:
     """torch's fused steps of SGD compute something else there, whatever the size; those of AdamW overflow."""
-    for (cls, kwargs), dtype, size in itertools.product(KINDS.values(), (torch.float16, torch.bfloat16), (5, 16, 40, 64)):
+    for (cls, kwargs), dtype, size in itertools.product(
+        KINDS.values(), (torch.float16, torch.bfloat16), (5, 16, 40, 64)
+    ):
         mine, exact = ([nn.Parameter(torch.linspace(-1, 1, size).to(kind))] for kind in (dtype, torch.float64))
         ours, theirs = cls(mine, **kwargs), THEIRS[cls](exact, foreach=False, **kwargs)
         for seed in range(3):
