@@ -23,13 +23,9 @@ _WRITTEN_ONLY = {
     'aten::zero_': ('self',),
     'aten::_foreach_zero_': ('self',),
     'amp_wrapper::multi_tensor_scale': ('targets',),
-    'amp_wrapper::multi_tensor_scale_l2norm': ('targets',),
-    'amp_wrapper::multi_tensor_axpby': ('targets',),
-    'amp_wrapper::multi_tensor_copy': ('targets',),
-    'amp_wrapper::step_prologue': ('decision', 'rows'),
+    'amp_wrapper::fused_adam': ('decision',),
+    'amp_wrapper::fused_sgd': ('decision',),
 }
-# arguments that a schema marks as written, and that are read only where nobody edited a weight by hand
-_READ_ONLY = {'amp_wrapper::multi_tensor_refresh': ('masters',)}
 _NO_TRAFFIC = ('aten::empty', 'aten::new_empty')
 
 

@@ -103,14 +103,24 @@ def multi_tensor_l2norm(
     Args:
         tensors: Dense floating tensors of any dtype and device; not changed.
         inverse_scale: float32 scalar that the norm is multiplied by; None for 1.
-        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None to skip the check. torch's functions,
-            which serve where there is no library, raise it also where the sum of squares leaves float32.
+        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None to skip the check. Where there is no
+            library, torch's functions raise it also where the sum of squares leaves float32.
 
     Returns:
         float32 scalar on the device of the first tensor.
     """
     norm: Tensor = _call('multi_tensor_l2norm', tensors, inverse_scale, found_inf)
     return norm
+
+
+def _step(name: str, *arguments: Any, **given: Any) -> None:
+    """Call a compiled step. What the dispatcher has no kernel for is refused as the kernels refuse what does not fit."""
+    try:
+        getattr(torch.ops.amp_wrapper, name).default(*arguments, **given)
+    except NotImplementedError as error:
+        raise ValueError(
+            f'{name} takes dense tensors of one device that the library serves: one is sparse, or lies elsewhere.'
+        ) from error
 
 
 def fused_adam(
@@ -158,16 +168,14 @@ def fused_adam(
             whether the scale was too large, None for ``found_inf``; ``norm``, float32 scalar: the norm of the gradients as they
             are, which is multiplied by the inverse scale; ``scale``, float32 scalar: the loss scale, None for 1;
             ``growth_tracker``, ``hysteresis_tracker``: int32 scalars; ``counts``, int64 (3,): steps decided on, steps skipped,
-            skips in a row; ``rule``: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, empty for
-            a scale that stays; ``max_norm``, ``clip_value``: limits, or None. What a rule moves is written, and ``counts``.
+            skips in a row; ``rule``: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, empty
+            for a scale that stays; ``max_norm``, ``clip_value``: limits, or None. What a rule moves is written, and ``counts``.
 
     Raises:
         ValueError: Lists that do not pair up; types, shapes, layouts or devices that do not fit. Nothing is written then.
     """
     state = exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
-    torch.ops.amp_wrapper.fused_adam.default(
-        grads, params, *state, partners, decision, hyper, groups, rates, rated, **given
-    )
+    _step('fused_adam', grads, params, *state, partners, decision, hyper, groups, rates, rated, **given)
 
 
 def fused_sgd(
@@ -203,7 +211,7 @@ def fused_sgd(
         ValueError: As :func:`fused_adam`.
     """
     rest = decision, hyper, groups, rates, rated
-    torch.ops.amp_wrapper.fused_sgd.default(grads, params, momentum_buffers, partners, *rest, **given)
+    _step('fused_sgd', grads, params, momentum_buffers, partners, *rest, **given)
 
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,27 @@ Tensors = Sequence[Tensor]
 _MOST = 2**31 - 1
 
 
+def _check(lists: Mapping[str, Tensors], **scalars: Tensor | None) -> None:
+    """Raise ValueError where lists do not pair up, or a scalar is none: torch's functions would write until they notice."""
+    (name, first), *others = lists.items()
+    for other, tensors in others:
+        if len(tensors) != len(first):
+            raise ValueError(f'{name} has {len(first)} tensors and {other} {len(tensors)}: the lists must pair up.')
+        for index, (one, two) in enumerate(zip(first, tensors)):
+            if one.shape != two.shape:
+                raise ValueError(
+                    f'{name}[{index}] has shape {tuple(one.shape)} and {other}[{index}] {tuple(two.shape)}.'
+                )
+    for scalar, value in scalars.items():
+        if value is not None and (value.numel() != 1 or value.dtype is not torch.float32):
+            raise ValueError(
+                f'{scalar} has shape {tuple(value.shape)} and dtype {value.dtype}: one float32 number is expected.'
+            )
+
+
 def multi_tensor_scale(sources: Tensors, targets: Tensors, scale: Tensor | None, found_inf: Tensor | None) -> None:
     """See :func:`amp_wrapper.ops.multi_tensor_scale`."""
+    _check({'sources': sources, 'targets': targets}, scale=scale, found_inf=found_inf)
     # finite elements may be too large for a narrower type until they are multiplied
     kinds = [torch.promote_types(source.dtype, target.dtype) for source, target in zip(sources, targets)]
     worked = [t if t.dtype is kind else torch.empty_like(t, dtype=kind) for t, kind in zip(targets, kinds)]
@@ -30,14 +49,21 @@ def multi_tensor_scale(sources: Tensors, targets: Tensors, scale: Tensor | None,
 
 def multi_tensor_axpby(xs: Tensors, ys: Tensors, a: Tensor | None, b: Tensor | None, found_inf: Tensor | None) -> None:
     """See :func:`amp_wrapper.ops.multi_tensor_axpby`."""
-    products = [torch.empty_like(y, dtype=torch.promote_types(y.dtype, torch.float32)) for y in ys]
+    _check({'xs': xs, 'ys': ys}, a=a, b=b, found_inf=found_inf)
+    kinds = [torch.promote_types(y.dtype, torch.float32) for y in ys]
+    products = [torch.empty_like(y, dtype=kind) for y, kind in zip(ys, kinds)]
+    # a sum in 16 bits would be rounded twice, and its terms could overflow
+    sums = [y if y.dtype is kind else torch.empty_like(y, dtype=kind) for y, kind in zip(ys, kinds)]
     multi_tensor_scale(xs, products, a, found_inf)
-    multi_tensor_scale(ys, ys, b, None)
-    torch._foreach_add_(list(ys), products)
+    multi_tensor_scale(ys, sums, b, None)
+    if sums:
+        torch._foreach_add_(sums, products)
+    multi_tensor_copy(sums, ys)
 
 
 def multi_tensor_isnonfinite(tensors: Tensors, found_inf: Tensor) -> None:
     """See :func:`amp_wrapper.ops.multi_tensor_isnonfinite`."""
+    _check({'tensors': tensors}, found_inf=found_inf)
     for values, flag, _ in _by_device(tensors, found_inf, None):
         flag.masked_fill_(~_norms(values, math.inf).isfinite().all(), 1.0)
 
@@ -56,6 +82,7 @@ def multi_tensor_maxnorm(
 
 
 def _norm(tensors: Tensors, order: float, inverse_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    _check({'tensors': tensors}, inverse_scale=inverse_scale, found_inf=found_inf)
     device = tensors[0].device if tensors else None
     parts = [_norms(values, order).to(device) for values, _, _ in _by_device(tensors, None, None)]
     total = torch.linalg.vector_norm(torch.cat(parts), order).float() if parts else torch.zeros((), device=device)
@@ -99,7 +126,11 @@ def multi_tensor_copy(sources: Tensors, targets: Tensors) -> None:
     Args:
         sources: Tensors of any dtype and device.
         targets: Tensors of the same shapes.
+
+    Raises:
+        ValueError: Lists that do not pair up. Nothing is written then.
     """
+    _check({'sources': sources, 'targets': targets})
     pairs = [(source, target) for source, target in zip(sources, targets) if source is not target]
     if pairs:
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
@@ -139,9 +170,9 @@ def update_scale(
     min_scale: float,
     max_scale: float,
 ) -> None:
-    """Move a loss scale and its trackers after a step, as :class:`~amp_wrapper.engine.loss_scale.LossScaler` says. No host read.
+    """Move a loss scale and its trackers after a step, by the rule of :class:`~amp_wrapper.engine.loss_scale.LossScaler`.
 
-    ``csrc/common/step_prologue.h`` has the same rule for fused steps.
+    No host read. ``csrc/common/step_prologue.h`` has the same rule for fused steps.
 
     Args:
         scale: float32 scalar, in place.

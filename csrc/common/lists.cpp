@@ -39,11 +39,11 @@ Lists::Lists(c10::Device device, std::initializer_list<List> lists, OptionalTens
                       " tensors and ", list.name, " ", list.tensors.size(), ": the lists must pair up.");
     for (std::size_t i = 0; i < list.tensors.size(); ++i) {
       const at::Tensor& tensor = list.tensors[i];
-      TORCH_CHECK_VALUE(tensor.device() == device, list.name, "[", i, "] is on ", tensor.device(), ": all tensors of a call lie on ",
-                        device, ".");
+      TORCH_CHECK_VALUE(tensor.device() == device, list.name, "[", i, "] is on ", tensor.device(),
+                        ": all tensors of a call lie on ", device, ".");
       type_of(list, i);
-      TORCH_CHECK_VALUE(tensor.sizes() == first.tensors[i].sizes(), first.name, "[", i, "] has shape ", first.tensors[i].sizes(),
-                        " and ", list.name, "[", i, "] ", tensor.sizes(), ".");
+      TORCH_CHECK_VALUE(tensor.sizes() == first.tensors[i].sizes(), first.name, "[", i, "] has shape ",
+                        first.tensors[i].sizes(), " and ", list.name, "[", i, "] ", tensor.sizes(), ".");
       TORCH_CHECK_VALUE(have_one_layout(first.tensors[i], tensor), first.name, "[", i, "] has strides ",
                         first.tensors[i].strides(), " and ", list.name, "[", i, "] ", tensor.strides(),
                         ": tensors without gaps, laid out alike, are expected.");
@@ -78,8 +78,8 @@ c10::Device device_of(c10::DeviceType type, at::TensorList tensors,
 
 void* check_scalar(Name name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type) {
   TORCH_CHECK_VALUE(scalar.numel() == 1 && scalar.scalar_type() == type && scalar.device() == device, name, " has shape ",
-                    scalar.sizes(), " and dtype ", scalar.scalar_type(), " on ", scalar.device(), ": one element of ", type, " on ",
-                    device, " is expected.");
+                    scalar.sizes(), " and dtype ", scalar.scalar_type(), " on ", scalar.device(), ": one element of ", type,
+                    " on ", device, " is expected.");
   return scalar.mutable_data_ptr();
 }
 

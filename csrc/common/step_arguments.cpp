@@ -16,9 +16,10 @@ void check_partners(at::TensorList params, at::TensorList partners) {
     const c10::ScalarType type = params[i].scalar_type();
     const c10::ScalarType other = partners[i].scalar_type();
     const bool fits = other == at::kShort ? is_half(type) : other == type || (is_half(other) && type == at::kFloat);
-    TORCH_CHECK_VALUE(fits, "partners[", i, "] has dtype ", other, " beside a parameter of ", type,
-                      ": a copy of the same type, a 16-bit copy of a float32 parameter, or the int16 remainder of a 16-bit one, is "
-                      "expected.");
+    TORCH_CHECK_VALUE(
+        fits, "partners[", i, "] has dtype ", other, " beside a parameter of ", type,
+        ": a copy of the same type, a 16-bit copy of a float32 parameter, or the int16 remainder of a 16-bit one, is "
+        "expected.");
   }
 }
 

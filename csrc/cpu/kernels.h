@@ -10,8 +10,9 @@ namespace amp_wrapper::cpu {
 
 // Operands need no alignment; types are told apart at run time. `count` is at most kChunk.
 struct Kernels {
-  // target = source * factor; returns whether a source element is not finite
-  bool (*scale)(Operand source, Operand target, std::int64_t count, float factor);
+  // target = source * factor; returns whether a source element is not finite. `streams`: a float32 target is written around the
+  // caches
+  bool (*scale)(Operand source, Operand target, std::int64_t count, float factor, bool streams);
   // y = x * a + y * b; returns whether an x is not finite
   bool (*axpby)(Operand x, Operand y, std::int64_t count, Axpby function);
   bool (*has_nonfinite)(Operand data, std::int64_t count);

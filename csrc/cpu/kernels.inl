@@ -15,18 +15,24 @@ inline auto with_type(Type type, F body) {
   }
 }
 
-bool scale(Operand source, Operand target, std::int64_t count, float factor) {
+bool scale(Operand source, Operand target, std::int64_t count, float factor, bool streams) {
   const Scale function{factor};
   return with_type(source.type, [&](auto source_type) {
     return with_type(target.type, [&](auto target_type) {
       const Operand from{source.data, source_type};
       const Operand to{target.data, target_type};
+      const bool around = streams && target_type == Type::kFloat && reinterpret_cast<std::uintptr_t>(to.data) % 64 == 0;
       Ints bad = {};
       for_vectors(count, [&](std::int64_t i, auto part) {
         const Floats x = load_ahead(from, i, part);
         bad |= nonfinite(x);
-        store(to, i, function(x), part);
+        if (around && part == kWidth) {
+          stream(to.at(i), function(x));
+        } else {
+          store(to, i, function(x), part);
+        }
       });
+      if (around) finish_stream();
       return any(bad);
     });
   });

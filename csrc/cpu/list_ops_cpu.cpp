@@ -41,13 +41,25 @@ float tree_sum(std::vector<float> values) {
   return values[0];
 }
 
+// Whether targets would push everything else out of the caches, and be gone before anybody reads them. What is read as well
+// was brought into the caches anyway.
+bool streams(const Lists& lists) {
+  constexpr std::int64_t kElements = std::int64_t{8} << 20;
+  std::int64_t elements = 0;
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    if (lists.operand(0, i).data != lists.operand(1, i).data) elements += lists.counts()[i];
+  }
+  return elements >= kElements;
+}
+
 void multi_tensor_scale(at::TensorList sources, at::TensorList targets, OptionalTensor scale, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, sources, {&scale, &found_inf});
   const float factor = value_of(check_scalar("scale", scale, device));
   Flag flag(check_scalar("found_inf", found_inf, device));
   const Lists lists(device, {{"sources", sources}, {"targets", targets, true}}, found_inf);
+  const bool around = streams(lists);
   for_chunks(lists.counts(), [&](std::size_t tensor, std::int64_t first, std::int64_t count, std::int64_t) {
-    flag.raise_where(kernels().scale(lists.operand(0, tensor, first), lists.operand(1, tensor, first), count, factor));
+    flag.raise_where(kernels().scale(lists.operand(0, tensor, first), lists.operand(1, tensor, first), count, factor, around));
   });
 }
 

@@ -33,11 +33,15 @@ inline Shorts to_bfloats(Floats value) {
   return narrow((Words)(((Ints)rounded & ~is_nan) | (is_nan & 0x7fc0)));
 }
 
+// stream: a store around the caches, to an aligned place, whose line is not read first. Other threads may read it after
+// finish_stream alone.
 #if AMP_WIDTH == 16
 inline Floats halves_to_floats(Shorts bits) { return (Floats)_mm512_cvtph_ps((__m256i)bits); }
 inline Shorts to_halves(Floats value) {
   return (Shorts)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+inline void stream(char* to, Floats value) { _mm512_stream_ps(reinterpret_cast<float*>(to), (__m512)value); }
+inline void finish_stream() { _mm_sfence(); }
 inline Floats root(Floats value) { return (Floats)_mm512_sqrt_ps((__m512)value); }
 inline Floats fused(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #elif AMP_WIDTH == 8
@@ -45,6 +49,8 @@ inline Floats halves_to_floats(Shorts bits) { return (Floats)_mm256_cvtph_ps((__
 inline Shorts to_halves(Floats value) {
   return (Shorts)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+inline void stream(char* to, Floats value) { _mm256_stream_ps(reinterpret_cast<float*>(to), (__m256)value); }
+inline void finish_stream() { _mm_sfence(); }
 inline Floats root(Floats value) { return (Floats)_mm256_sqrt_ps((__m256)value); }
 inline Floats fused(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #else
@@ -58,6 +64,8 @@ inline Shorts to_halves(Floats value) {
   for (int i = 0; i < kWidth; ++i) result[i] = from_float<Half>(value[i]).bits;
   return result;
 }
+inline void stream(char* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
+inline void finish_stream() {}
 inline Floats root(Floats value) {
   for (int i = 0; i < kWidth; ++i) value[i] = std::sqrt(value[i]);
   return value;

@@ -110,8 +110,8 @@ __device__ inline std::uint16_t part_of(const Raw& raw, int i) {
 }
 __device__ inline void set_part(Raw& raw, int i, std::uint32_t bits) { raw.words[i / 2] |= bits << (i % 2 * 16); }
 
-// The elements of this thread among the 64 from `row` on; zeros behind the last. Every thread of a team calls it. A list that is
-// not aligned, and the last elements, are read by neighbours next to one another, and then change threads.
+// The elements of this thread among the 64 from `row` on; zeros behind the last. Every thread of a team calls it. A list that
+// is not aligned, and the last elements, are read by neighbours next to one another, and then change threads.
 template <bool kOnce, int kLists>
 __device__ inline Raw load(Chunk<kLists>& chunk, int list, int row) {
   Raw raw = {};

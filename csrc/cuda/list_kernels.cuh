@@ -125,9 +125,8 @@ __device__ inline float sum_of_block(float value) {
 
 // The sum of squares of each chunk. A team adds up two of its 32 blocks of 1024 elements.
 template <int kBytes>
-__global__ void __launch_bounds__(kThreads)
-    sum_of_squares_kernel(const __grid_constant__ Work<TensorSlot<1>, kBytes> work, float* __restrict__ chunks,
-                          float* found_inf) {
+__global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(const __grid_constant__ Work<TensorSlot<1>, kBytes> work,
+                                                                  float* __restrict__ chunks, float* found_inf) {
   static_assert(kBlocks == 2 * kTeams && kRows % 2 == 0);
   __shared__ Chunk<1> chunk;
   find_chunk(chunk, work);

@@ -1,6 +1,6 @@
-// All ops as a library for a CPU: those of csrc/cpu in the namespace amp_wrapper, and those of csrc/cuda in amp_shim. Of csrc/cuda
-// the host code is as it is, the launches of the kernels are turned into calls of shim::launch (launches.inl, which the test
-// writes), and the headers of CUDA are those in include/.
+// All ops as a library for a CPU: those of csrc/cpu in the namespace amp_wrapper, and those of csrc/cuda in amp_shim. Of
+// csrc/cuda the host code is as it is, the launches of the kernels are turned into calls of shim::launch (launches.inl, which
+// the test writes), and the headers of CUDA are those in include/.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>

@@ -62,6 +62,17 @@ def skip_without_library(device: torch.device) -> None:
         pytest.skip(f'no compiled ops for {device.type}')
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch computes with so many threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def scalar(device: torch.device, value: float = 0.0, dtype: torch.dtype = F32) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
@@ -101,7 +112,7 @@ def random_tensor(
 
 
 def moved_scale(
-    state: tuple[float, int, int], bad: bool, rule: tuple[float, float, int, int, float | None, float | None]
+    state: tuple[float, int, int], bad: bool, rule: tuple[float, float, int, int, float, float]
 ) -> tuple[float, int, int]:
     """The loss scale, its growth tracker and its hysteresis tracker after a step, in float32.
 
@@ -114,13 +125,11 @@ def moved_scale(
     growth, backoff, interval, hysteresis, floor, ceiling = rule
     with np.errstate(over='ignore', under='ignore'):
         if bad:
-            least = np.finfo(np.float32).tiny if floor is None else np.float32(floor)
-            lowered = min(scale, max(scale * np.float32(backoff), least))
+            lowered = min(scale, max(scale * np.float32(backoff), np.float32(floor)))
             return float(scale if left > 1 else lowered), 0, max(left - 1, 0)
         if tracker + 1 < interval:
             return float(scale), tracker + 1, hysteresis
-        raised = scale * np.float32(growth)
-        raised = raised if ceiling is None else min(raised, np.float32(ceiling))
+        raised = min(scale * np.float32(growth), np.float32(ceiling))
         return float(max(scale, raised) if np.isfinite(raised) else scale), 0, hysteresis
 
 

@@ -312,16 +312,8 @@ def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path)
     ptx: dict[str, str] = {}
     for name in SOURCES:
         target = tmp_path / 'kernels.ptx'
-        command = [
-            program,
-            *FLAGS,
-            '-std=c++20',
-            '-arch=compute_75',
-            '-ptx',
-            str(tmp_path / 'csrc/cuda' / name),
-            '-o',
-            str(target),
-        ]
+        command = [program, *FLAGS, '-std=c++20', '-arch=compute_75', '-ptx', '-o', str(target)]
+        command.append(str(tmp_path / 'csrc/cuda' / name))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         pieces = re.split(r'\.entry (\w+)\(', target.read_text())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,193 +13,116 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_lists import BF16, F16, F32, FLOATS, NoHostRead, random_tensor, same_bits, scalar
+from op_lists import BF16, F16, F32, FLOATS, NoHostRead, random_tensor, same_bits, scalar, threads
 from torch import Tensor
 
 from amp_wrapper import ops
 
 F64 = torch.float64
-Lists = list[list[Tensor]]
-#: What an op gave, and what it should have given.
-Results = list[tuple[Tensor, Tensor]]
-Call = Callable[..., Any]
-#: (seed, shape, types of three tensors, their layouts, whether there are special values).
-Row = tuple[int, Sequence[int], tuple[torch.dtype, ...], tuple[int, ...], bool]
+Lists = tuple[list[Tensor], list[Tensor]]
+Factor = Tensor | None
+#: (seed, shape, types of two tensors, their layouts, whether there are special values).
+Row = tuple[int, Sequence[int], Sequence[torch.dtype], Sequence[int], bool]
 
 pytestmark = pytest.mark.usefixtures('with_and_without_ops')
 
 
-def made(rows: Sequence[Row], device: torch.device) -> Lists:
-    """Three lists with a tensor for each row."""
-    return [
-        [random_tensor(row[0] + 100 * i, row[1], row[2][i], device, row[3][i], row[4]) for row in rows]
-        for i in range(3)
-    ]
+def times(tensor: Tensor, factor: Factor, dtype: torch.dtype) -> Tensor:
+    """A product, rounded to float32 (float64 where either type is that), and then to the type."""
+    wide = F64 if F64 in (tensor.dtype, dtype) else F32
+    return (tensor if factor is None else tensor.to(wide) * factor.to(wide)).to(dtype)
 
 
-def is_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    return scalar(device, float(not all(t.isfinite().all() for t in tensors)))
+def scale(lists: Lists, factors: Sequence[Factor], found: Tensor) -> list[Tensor]:
+    wanted = [times(source, factors[0], target.dtype) for source, target in zip(*lists)]
+    ops.multi_tensor_scale(*lists, factors[0], found)
+    return wanted
 
 
-def times(tensor: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A product that is rounded to float32 (float64 in a float64 tensor), then to the type."""
-    wide = F64 if dtype is F64 else F32
-    return tensor.to(dtype) if factor is None else (tensor.to(wide) * factor.to(wide)).to(dtype)
+def axpby(lists: Lists, factors: Sequence[Factor], found: Tensor) -> list[Tensor]:
+    wanted = []
+    for x, y in zip(*lists):
+        wide = F64 if y.dtype is F64 else F32
+        wanted.append((times(x, factors[0], wide) + times(y, factors[1], wide)).to(y.dtype))
+    ops.multi_tensor_axpby(*lists, *factors, found)
+    return wanted
 
 
-def near(result: Tensor, exact: Tensor) -> None:
-    """Equal to a float64 result but for float32 rounding of a sum of squares; not finite where that is not."""
-    assert result.dtype is F32 and result.shape == exact.shape
-    torch.testing.assert_close(result.double(), exact, rtol=2.0**-20, atol=1e-18, equal_nan=True)
+def copy(lists: Lists, factors: Sequence[Factor], found: Tensor) -> list[Tensor]:
+    wanted = [source.to(target.dtype) for source, target in zip(*lists)]
+    ops.multi_tensor_copy(*lists)
+    ops.multi_tensor_isnonfinite(lists[0], found)
+    return wanted
 
 
-def norms_of(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of all, and of each, in float64."""
-    squares = [t.double().square().sum() for t in tensors]
-    each = torch.stack(squares) if squares else torch.zeros(0, dtype=F64, device=device)
-    return each.sum().sqrt(), each.sqrt()
+def norms(lists: Lists, factors: Sequence[Factor], found: Tensor) -> list[Tensor]:
+    """Squares of what is too large for float32 are infinite, so those are taken out."""
+    small = [source.where(source.double().abs() < 1e18, 1.0) for source in lists[0]]
+    # torch adds the numbers of a tensor one after the other
+    rtol = 2.0**-20 if ops.serves(found.device) else 1e-5
+    ends = (ops.multi_tensor_l2norm, 2, small), (ops.multi_tensor_maxnorm, math.inf, lists[0])
+    for norm, order, tensors in ends:
+        result = norm(tensors, factors[0], found)
+        assert result.dtype is F32 and result.shape == ()
+        numbers = torch.cat([torch.zeros(1, device=found.device), *(t.double().flatten() for t in tensors)])
+        wanted = torch.linalg.vector_norm(numbers, order) * (1.0 if factors[0] is None else factors[0].double())
+        torch.testing.assert_close(result, wanted.float(), rtol=rtol, atol=1e-18, equal_nan=True)
+    return lists[1]
 
 
-def scale(call: Call, lists: Lists, factors: Sequence[Tensor | None], found: Tensor) -> Results:
-    sources, targets, _ = lists
-    wanted = [times(s, factors[0], t.dtype) for s, t in zip(sources, targets)]
-    call(ops.multi_tensor_scale, sources, targets, factors[0], found)
-    return [*zip(targets, wanted), (found, is_bad(sources, found.device))]
-
-
-def scale_l2norm(call: Call, lists: Lists, factors: Sequence[Tensor | None], found: Tensor) -> Results:
-    sources, targets, _ = lists
-    wanted = [times(s, factors[0], t.dtype) for s, t in zip(sources, targets)]
-    norm = norms_of(sources, found.device)[0] * (1 if factors[0] is None else factors[0].double())
-    near(call(ops.multi_tensor_scale_l2norm, sources, targets, factors[0], found), norm)
-    return [*zip(targets, wanted), (found, is_bad(sources, found.device))]
-
-
-def l2norm(call: Call, lists: Lists, factors: Sequence[Tensor | None], found: Tensor) -> Results:
-    total, each = call(ops.multi_tensor_l2norm, lists[0], factors[0], found, per_tensor=True)
-    for result, exact in zip((total, each), norms_of(lists[0], found.device)):
-        near(result, exact if factors[0] is None else exact * factors[0].double())
-    return [(found, is_bad(lists[0], found.device))]
-
-
-def maxnorm(call: Call, lists: Lists, factors: Sequence[Tensor | None], found: Tensor) -> Results:
-    total, each = call(ops.multi_tensor_maxnorm, lists[0], factors[0], found, per_tensor=True)
-    most = [t.float().abs().max() if t.numel() else scalar(found.device) for t in lists[0]]
-    factor = scalar(found.device, 1.0) if factors[0] is None else factors[0]
-    wanted = torch.stack(most) if most else torch.zeros(0, device=found.device)
-    # torch's maximum of NaN and anything is NaN
-    whole = wanted.max() if most else scalar(found.device)
-    return [(each, wanted * factor), (total, whole * factor), (found, is_bad(lists[0], found.device))]
-
-
-def isnonfinite(call: Call, lists: Lists, factors: Sequence[Tensor | None], found: Tensor) -> Results:
-    call(ops.multi_tensor_isnonfinite, lists[0], found)
-    return [(found, is_bad(lists[0], found.device))]
-
-
-def copy(call: Call, lists: Lists, factors: Sequence[Tensor | None], found: Tensor) -> Results:
-    call(ops.multi_tensor_copy, lists[0], lists[1])
-    return [(target, source.to(target.dtype)) for source, target in zip(*lists[:2])]
-
-
-def axpby(call: Call, lists: Lists, factors: Sequence[Tensor | None], found: Tensor) -> Results:
-    xs, ys, targets = lists
-    wide = [F64 if F64 in (x.dtype, y.dtype) else F32 for x, y in zip(xs, ys)]
-    wanted = [(times(x, factors[0], w) + times(y, factors[1], w)) for x, y, w in zip(xs, ys, wide)]
-    wanted = [w.to(target.dtype) for w, target in zip(wanted, targets)]
-    call(ops.multi_tensor_axpby, xs, ys, targets, factors[0], factors[1], found)
-    return [*zip(targets, wanted), (found, is_bad([*xs, *ys], found.device))]
-
-
-OPS: list[Callable[[Call, Lists, Sequence[Tensor | None], Tensor], Results]] = [
-    *(scale, scale_l2norm, l2norm, maxnorm, isnonfinite, copy, axpby),
-]
-
-
-def watched(op: Call, *args: Any, **kwargs: Any) -> Any:
-    with NoHostRead():
-        return op(*args, **kwargs)
-
-
-def plainly(op: Call, *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
-
-
-def check(rows: Sequence[Row], factors: Sequence[float | None], device: torch.device, call: Call = plainly) -> None:
+def check(rows: Sequence[Row], factors: Sequence[float | None], device: torch.device) -> None:
     """Every op on these lists gives the bits of its model, keeps strides, and leaves what it reads as it was."""
-    wrong = []
-    for op in OPS:
-        lists = made(rows, device)
-        # squares of what is too large for float32 are infinite
-        if 'l2norm' in op.__name__:
-            lists[0] = [t.clamp_(-1e18, 1e18) if t.dtype is not F16 else t for t in lists[0]]
-        before = [[(t.clone(), t.stride()) for t in tensors] for tensors in lists]
+    for op in (scale, axpby, copy, norms):
+        sources, targets = lists = tuple(
+            [random_tensor(row[0] + 100 * i, row[1], row[2][i], device, row[3][i], row[4]) for row in rows]
+            for i in (0, 1)
+        )
+        before, strides = [t.clone() for t in sources], [t.stride() for t in targets]
         found = scalar(device)
-        results = op(call, lists, [None if f is None else scalar(device, f) for f in factors], found)
-        wrong += [f'{op.__name__} {i}: {a} {b}' for i, (a, b) in enumerate(results) if not same_bits(a, b)]
-        written = {id(a) for a, _ in results}
-        for tensor, (old, stride) in zip(itertools.chain(*lists), itertools.chain(*before)):
-            if tensor.stride() != stride or not (id(tensor) in written or same_bits(tensor, old)):
-                wrong.append(f'{op.__name__} changed an input or a layout')
-    assert not wrong, wrong[:5]
+        wanted = op(lists, [None if f is None else scalar(device, f) for f in factors], found)
+        wrong = [f'{i}: {a} {b}' for i, (a, b) in enumerate(zip(targets, wanted)) if not same_bits(a, b)]
+        assert not wrong, (op, factors, wrong[:5])
+        assert found.item() == float(not all(t.isfinite().all() for t in sources)), op
+        assert all(map(same_bits, sources, before)) and [t.stride() for t in targets] == strides, op
 
 
-_types = st.sampled_from(FLOATS)
-_wide = st.sampled_from([*FLOATS, F64])
 _shapes = st.one_of(st.sampled_from(op_lists.SHAPES), st.sampled_from(op_lists.EDGES[:9]).map(lambda size: (size,)))
-
-
-def _rows(types: st.SearchStrategy[torch.dtype]) -> st.SearchStrategy[list[Row]]:
-    layouts = st.integers(0, 4)
-    three = (st.tuples(types, types, types), st.tuples(layouts, layouts, layouts))
-    return st.lists(st.tuples(st.integers(0, 99), _shapes, *three, st.booleans()), max_size=5)
-
-
-#: A mode that watches for host reads takes the ops another way.
-_calls = st.sampled_from([plainly, watched])
 _factors = st.sampled_from([None, 0.0, 1.0, 2.0**-16, 1 / 3, -7.0, 2.0**10])
 
 
+def _rows(types: Sequence[torch.dtype]) -> st.SearchStrategy[list[Row]]:
+    layouts, dtypes = st.integers(0, 4), st.sampled_from(types)
+    two = st.tuples(dtypes, dtypes), st.tuples(layouts, layouts)
+    return st.lists(st.tuples(st.integers(0, 99), _shapes, *two, st.booleans()), max_size=5)
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.one_of(_rows(_types), _rows(_wide)), factors=st.tuples(_factors, _factors), call=_calls)
-def test_ops_match_plain_torch(device: torch.device, rows: list[Row], factors: tuple[Any, ...], call: Call) -> None:
-    """Without a host read, for all types, layouts, empty tensors, subnormal numbers, infinities and NaN."""
-    check(rows, factors, device, call)
+@given(rows=st.one_of(_rows(FLOATS), _rows([*FLOATS, F64])), factors=st.tuples(_factors, _factors))
+def test_ops_match_plain_torch(device: torch.device, rows: list[Row], factors: tuple[Any, ...]) -> None:
+    """For all types, layouts, empty tensors, subnormal numbers, infinities and NaN."""
+    check(rows, factors, device)
 
 
 def test_ops_over_blocks_threads_and_hundreds_of_tensors(device: torch.device) -> None:
-    def types(i: int) -> tuple[torch.dtype, ...]:
-        return FLOATS[i % 3], FLOATS[i // 3 % 3], FLOATS[i // 9 % 3]
-
-    large: list[Row] = [(i, (size,), types(i), (0, i % 5, i % 4), i % 2 == 0) for i, size in enumerate(op_lists.EDGES)]
-    many: list[Row] = [(i, (i % 40,), types(i), (i % 4, 0, 0), False) for i in range(120)]
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    large: list[Row] = [
+        (i, (size,), (FLOATS[i % 3], FLOATS[i // 3 % 3]), (0, i % 5), i % 2 == 0)
+        for i, size in enumerate(op_lists.EDGES)
+    ]
+    for count in (1, 3):
+        with threads(count):
             check(large, (1 / 3, -0.7), device)
-    finally:
-        torch.set_num_threads(before)
-    check(many, (0.3, 2.0), device)
+    check([(i, (i % 40,), (FLOATS[i % 3], F32), (i % 4, 0), False) for i in range(120)], (0.3, 2.0), device)
 
 
-def test_large_targets_are_written_to_the_end(device: torch.device) -> None:
-    """Targets of 32 MiB and more go around the caches; the second is aligned to 16 bytes and not to 64."""
+def test_norms_are_the_same_bits_with_any_number_of_threads(device: torch.device) -> None:
+    """Wherever the tensors lie in memory, too."""
     op_lists.skip_without_library(device)
-    values = torch.linspace(-3, 70000, 4099, device=device)
-    for dtype in (F32, BF16):
-        size = (32 << 20) // dtype.itemsize
-        base = torch.zeros(size + 1000, dtype=dtype, device=device)
-        place = -base.data_ptr() % 64 // dtype.itemsize
-        targets = [base[place : place + size - 77], base[place + size - 72 : place + size - 5]]
-        sources = [values.repeat(len(t) // 4099 + 1)[: len(t)] for t in targets]
-        ops.multi_tensor_scale(sources, targets, scalar(device, 1 / 3))
-        wanted = torch.zeros_like(base)
-        for target, source in zip(
-            (wanted[place : place + size - 77], wanted[place + size - 72 : place + size - 5]), sources
-        ):
-            target.copy_(times(source, scalar(device, 1 / 3), dtype))
-        assert same_bits(base, wanted)
+    found = set()
+    for count, layout in itertools.product((1, 2, 3), (0, 3)):
+        tensors = [random_tensor(i, (size,), FLOATS[i % 3], device, layout) for i, size in enumerate(op_lists.EDGES)]
+        with threads(count):
+            found.add(ops.multi_tensor_l2norm(tensors).item())
+    assert len(found) == 1
 
 
 # -- flags ----------------------------------------------------------------------------------------------------------
@@ -234,14 +157,17 @@ def test_overflow_is_found_wherever_it_is(device: torch.device) -> None:
 
 
 def test_flag_is_never_lowered(device: torch.device) -> None:
-    bad = [torch.full((2,), math.inf, device=device, dtype=dtype) for dtype in FLOATS]
-    for before in (1.0, 2.0):
+    for bad, before in itertools.product((False, True), (1.0, 2.0)):
         found = scalar(device, before)
-        for tensors in ([torch.ones(3, device=device)], [], bad):
-            ops.multi_tensor_isnonfinite(tensors, found)
-            ops.multi_tensor_scale(tensors, [t.clone() for t in tensors], None, found)
-            # a maximum: many bad tensors on top of a raised flag change nothing
-            assert found.item() == before
+        tensors = [torch.full((2,), math.inf if bad else 1.0, device=device, dtype=dtype) for dtype in FLOATS]
+        for listed in (tensors, []):
+            ops.multi_tensor_isnonfinite(listed, found)
+            ops.multi_tensor_l2norm(listed, None, found)
+            ops.multi_tensor_maxnorm(listed, None, found)
+            ops.multi_tensor_scale(listed, [t.clone() for t in listed], None, found)
+            ops.multi_tensor_axpby(listed, [t.clone() for t in listed], None, None, found)
+            # many bad tensors on top of a raised flag are no sum
+            assert found.item() in (before, float(bad))
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -281,13 +207,12 @@ def test_parameters_are_written_and_autograd_notices(device: torch.device) -> No
     weight = torch.ones(2, device=device, dtype=F16, requires_grad=True)
     ops.multi_tensor_copy([torch.full((2,), 3.0, device=device, requires_grad=True)], [weight])
     assert weight.tolist() == [3.0, 3.0] and weight.grad_fn is None and weight.requires_grad
-    for norm in (ops.multi_tensor_l2norm, ops.multi_tensor_maxnorm):
-        assert not norm([weight])[0].requires_grad
+    assert not ops.multi_tensor_l2norm([weight]).requires_grad and not ops.multi_tensor_maxnorm([weight]).requires_grad
     x = torch.full((3,), 2.0, device=device, requires_grad=True)
-    for write in (lambda y: ops.multi_tensor_copy([x.new_zeros(3)], [y]), lambda y: ops.multi_tensor_scale([x], [y])):
+    for write in (ops.multi_tensor_copy, ops.multi_tensor_scale, ops.multi_tensor_axpby):
         y = x * 1
         z = (y * y).sum()
-        write(y.detach())
+        write([x], [y.detach()])
         with pytest.raises(RuntimeError, match='modified by an inplace operation'):
             z.backward()
 
@@ -296,29 +221,15 @@ def test_copies_onto_themselves_are_no_writes_and_empty_lists_are_taken(device: 
     tensor, found = torch.tensor([1.0, math.nan], device=device), scalar(device)
     before = tensor._version, found._version
     ops.multi_tensor_copy([tensor], [tensor])
-    ops.multi_tensor_copy([], [])
-    ops.multi_tensor_scale([], [], scalar(device, 2.0), found)
+    for write in (ops.multi_tensor_copy, ops.multi_tensor_scale, ops.multi_tensor_axpby):
+        write([], [])
     ops.multi_tensor_isnonfinite([], found)
     assert (tensor._version, found._version) == before
-    for norm in (ops.multi_tensor_l2norm, ops.multi_tensor_maxnorm):
-        total, each = norm([], None, found, per_tensor=True)
-        assert total.item() == 0.0 and each.shape == (0,) and total.device.type == device.type
-        assert norm([torch.ones(3, device=device)])[1].shape == (0,)
+    assert ops.multi_tensor_l2norm([], None, found).item() == ops.multi_tensor_maxnorm([], None, found).item() == 0.0
     source = torch.arange(6, device=device)
     targets = [torch.zeros(6, device=device), torch.zeros(6, device=device, dtype=torch.int32)]
     ops.multi_tensor_copy([source, source], targets)
     assert all(target.tolist() == [0, 1, 2, 3, 4, 5] for target in targets)
-
-
-def test_default_dtype_of_the_process_changes_nothing(device: torch.device) -> None:
-    torch.set_default_dtype(F64)
-    try:
-        results = [
-            ops.multi_tensor_l2norm(t, None, None, True) for t in ([], [torch.ones(2, dtype=F32, device=device)])
-        ]
-    finally:
-        torch.set_default_dtype(F32)
-    assert all(tensor.dtype is F32 for pair in results for tensor in pair)
 
 
 def test_sparse_and_dense_gradients_are_added(device: torch.device) -> None:
@@ -347,7 +258,7 @@ _TINY, _TOP = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     found=st.sampled_from([0.0, 1.0, 0.5, math.nan]),
     factors=st.tuples(st.sampled_from([2.0, 1.001, 1e30]), st.sampled_from([0.5, 1 / 3, 1e-40])),
     counts=st.tuples(st.sampled_from([1, 2, 6, 2**31 - 1]), st.integers(1, 4)),
-    limits=st.tuples(st.sampled_from([None, 1.0, 2.0**20]), st.sampled_from([None, 2.0, 2.0**24])),
+    limits=st.tuples(st.sampled_from([_TINY, 1.0, 2.0**20]), st.sampled_from([math.inf, 2.0, 2.0**24])),
 )
 def test_loss_scale_moves_by_its_rule(
     device: torch.device,
@@ -357,7 +268,7 @@ def test_loss_scale_moves_by_its_rule(
     found: float,
     factors: tuple[float, float],
     counts: tuple[int, int],
-    limits: tuple[Any, Any],
+    limits: tuple[float, float],
 ) -> None:
     """Growth after clean steps, hysteresis, floor and ceiling; a limit beyond the scale never moves it."""
     wanted = op_lists.moved_scale((scale, tracker, left), found > 0, (*factors, *counts, *limits))

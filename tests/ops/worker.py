@@ -12,7 +12,7 @@ from amp_wrapper import ops
 
 def main() -> None:
     """The command."""
-    found = digests(torch.device('cpu')) if ops.compiled_devices() else []
+    found = digests(torch.device('cpu')) if ops.serves('cpu') else []
     print(json.dumps(dict(capability=torch.backends.cpu.get_cpu_capability(), digests=found)))
 
 
