@@ -6,6 +6,7 @@ FSDP2 has public functions that shard a model, and none that say how a model was
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,8 +18,6 @@ from .torch_internals import VERSION
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
-#: What DDP's constructor makes anew, and no argument of it sets.
-DDP_FIELDS = ('_join_config', '_ddp_sink_clone', 'require_backward_grad_sync', 'require_forward_param_sync')
 #: The DDP whose forward call is under way on this thread, or None; it tells nobody. In every version since 2.0.
 active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
 
@@ -36,6 +35,34 @@ def count_listened(ddp: Any) -> int:
 def comm_hooks(ddp: Any) -> list[tuple[Callable[..., Any], Any]]:
     """The communication hooks that were registered on a DDP, each with its state. In every version since 2.0."""
     return list(getattr(ddp, '_comm_hooks', ()))
+
+
+def renew_reducer(ddp: Any) -> None:
+    """Give a DDP a new reducer, which listens to its parameters as they are now. Collective.
+
+    The DDP keeps its identity, class, settings, hooks, communication hooks, mode, and what a subclass put on it. Where the new
+    reducer cannot be made, it keeps the old one. In every version since 2.6.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    # most arguments are kept under their names; the group stands for a mesh
+    settings = {name: getattr(ddp, name) for name in known if hasattr(ddp, name) and name != 'device_mesh'}
+    if 'forward_sync_buffers' in settings:
+        # its other name
+        del settings['broadcast_buffers']
+    if 'init_sync' in known:
+        # the ranks agree already, and a broadcast would only reach the rounded weights, not their masters
+        settings['init_sync'] = False
+    # without a bound of its own, DDP starts with a small first bucket; an explicit 25 would change that
+    settings['bucket_cap_mb'] = None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20
+    if getattr(ddp, 'bucket_bytes_cap_list', None):
+        settings['bucket_cap_mb_list'] = [size / 2**20 for size in ddp.bucket_bytes_cap_list]
+    made = DistributedDataParallel(**settings)
+    for hook, state in comm_hooks(ddp):
+        made.register_comm_hook(state, hook)
+    # all that belongs to the module, and what the constructor makes anew and no argument of it sets
+    kept = {*vars(nn.Module()), '_join_config', '_ddp_sink_clone'}
+    kept |= {'require_backward_grad_sync', 'require_forward_param_sync'}
+    vars(ddp).update({name: value for name, value in vars(made).items() if name not in kept})
 
 
 def joins(ddp: Any) -> bool:

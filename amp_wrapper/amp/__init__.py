@@ -52,7 +52,7 @@ from .monitoring import last_step_skipped as last_step_skipped
 from .monitoring import loss_scale as loss_scale
 from .monitoring import monitor as monitor
 from .monitoring import skipped_steps as skipped_steps
-from .registry import registry
+from .registry import listed, registry
 from .scales import load_state_dict as load_state_dict
 from .scales import state_dict as state_dict
 from .scaling import scaled
@@ -146,14 +146,14 @@ def initialize(  # type: ignore[misc]
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     policy = amp_arguments.policy_of(opt_level, given)
-    model_list = amp_arguments.listed(models, nn.Module, 'models')
-    optimizer_list = [] if optimizers is None else amp_arguments.listed(optimizers, Optimizer, 'optimizers')
+    model_list = listed(models, nn.Module, 'models')
+    optimizer_list = [] if optimizers is None else listed(optimizers, Optimizer, 'optimizers')
     registry.check_new(optimizer_list)
     if mesh is None and sharding is not None:
         raise AmpConfigError([f'sharding={sharding!r} without a mesh: write mesh=..., or leave it out.'])
     chosen = None if mesh is None else Sharding.of(mesh, sharding, policy)
     if policy.enabled:
-        amp_arguments.check_models(model_list, policy)
+        amp_arguments.check_models(model_list)
         if not model_list:
             policy = amp_arguments.of_known_models(policy, optimizer_list, given)
         # the first rank prints for all
@@ -204,6 +204,7 @@ def scale_loss(
         precision is not enabled.
 
     Raises:
+        AmpConfigError: Something else than optimizers.
         AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one; a backward pass of the
             scaled loss after its block. After an exception inside the block, what has come by then is there, unscaled.
     """

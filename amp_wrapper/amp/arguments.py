@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from .. import compiler_internals
-from ..casting.cast_module import holds_casts
 from ..errors import AmpAttachError, AmpConfigError, short
 from ..policy import OPTIONS, OptLevel, Policy, SharedOptions, dtype_name, resolve
 from .registry import registry
@@ -49,32 +47,6 @@ def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
     return resolve(opt_level, **options)
 
 
-def listed(value: Any, kind: type, name: str) -> list[Any]:
-    """List one object or several; of what ``torch.compile(model)`` made, the model inside, which either call runs.
-
-    Args:
-        value: An instance of ``kind``, or a list or tuple of them.
-        kind: ``nn.Module`` or ``Optimizer``.
-        name: Of the argument.
-
-    Raises:
-        AmpConfigError: Something else; a ``TypeError`` as well.
-    """
-    is_list = isinstance(value, (list, tuple))
-    items = list(value) if is_list else [value]
-    for index, item in enumerate(items):
-        if not isinstance(item, kind):
-            word, remedy = 'nn.Module' if kind is nn.Module else 'optim.Optimizer', ''
-            if isinstance(item, (nn.Module, Optimizer)):
-                remedy = ' The model comes first: amp.initialize(model, optimizer).'
-            elif hasattr(item, 'param_groups'):
-                remedy = ' Initialize the optimizer that it is built around, and then build it around that.'
-            problem = f'must be a torch.{word} or a list or tuple of them, but is {type(item).__name__}.'
-            label = f'{name}[{index}]' if is_list else name
-            raise AmpConfigError([f'{label}={short(item)} {problem}{remedy}'])
-    return [compiler_internals.compiled_module(item) or item for item in items]
-
-
 def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapping[str, Any]) -> Policy:
     """Find the configuration of optimizers that come without models: that of the models whose parameters they hold.
 
@@ -90,11 +62,12 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
         AmpAttachError: Models of several configurations; another level than theirs.
         AmpConfigError: An argument that was decided together with the models.
     """
-    found = registry.policies_of(optimizers)
+    found = list(registry.models_of(optimizers).values())
     if not found:
         return policy
-    models, levels = found[0], ' and '.join(each.opt_level for each in found)
-    if policy.opt_level not in ('O1', levels) or len(found) > 1:
+    kinds = {(each.opt_level, each.cast_model_type, each.autocast_dtype, each.master_weights) for each in found}
+    models, levels = found[0], ' and '.join(dict.fromkeys(each.opt_level for each in found))
+    if policy.opt_level not in ('O1', levels) or len(kinds) > 1:
         raise AmpAttachError(
             f'opt_level={policy.opt_level!r}, and the optimizers have parameters of models at {levels}: leave opt_level out, '
             f'and call amp.initialize([], optimizer) for those of each model.'
@@ -118,45 +91,32 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if OPTIONS[name].default is None and value is not None}
 
 
-def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse models that are wrapped or cast already.
+def check_models(models: Sequence[nn.Module]) -> None:
+    """Refuse models that are wrapped already, or named twice.
 
     Raises:
         AmpAttachError: Names the model, and what to do.
     """
     for index, model in enumerate(models):
-        name, problem = type(model).__name__, ''
+        name = type(model).__name__
         if isinstance(model, (DistributedDataParallel, DataParallel)):
-            problem = (
-                f'is wrapped in {name}, which has to see the types after the cast. The order is: model.to(device), optimizer, '
+            raise AmpAttachError(
+                f'models[{index}] is wrapped in {name}, which has to see the types after the cast. The order is: optimizer, '
                 f'model, optimizer = amp.initialize(model, optimizer), and then model = {name}(model).'
             )
-        elif policy.cast_model_type is not None and holds_casts(model):
-            problem = (
-                f'({name}) holds casts already: initialize a model once, with all its optimizers. One more: '
-                f'amp.initialize([], optimizer). More parameters: optimizer.add_param_group(). To begin anew, build the model '
-                f'again and load model.state_dict(), which is FP32.'
-            )
-        elif any(model is other for other in models[:index]):
-            problem = 'is in the list twice: name each model once.'
-        if problem:
-            raise AmpAttachError(f'models[{index}] {problem}')
+        if any(model is other for other in models[:index]):
+            raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
 
 
 def print_options(policy: Policy, given: Mapping[str, Any], session: Session) -> None:
     """Print the options, where people who used apex look for them; with ``verbosity=2`` every cast too."""
     dtype, scale = policy.cast_model_type and dtype_name(policy.cast_model_type), policy.loss_scale
     overrides = ', '.join(f'{name}={value!r}' for name, value in _overrides(given).items())
+    options = {name: getattr(policy, name) for name in ('enabled', 'opt_level', 'patch_torch_functions')}
+    options |= {'cast_model_type': dtype, 'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale}
     # as in the table of levels, None is what does not apply
-    options = {
-        'enabled': policy.enabled,
-        'opt_level': policy.opt_level,
-        'cast_model_type': dtype,
-        'patch_torch_functions': policy.patch_torch_functions,
-        'keep_batchnorm_fp32': policy.keep_batchnorm_fp32 if policy.casts_model else None,
-        'master_weights': policy.master_weights if dtype else None,
-        'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale,
-    }
+    options['keep_batchnorm_fp32'] = policy.keep_batchnorm_fp32 if policy.casts_model else None
+    options['master_weights'] = policy.master_weights if dtype else None
     print(f'amp: {policy.describe()}\namp: overrides of {policy.opt_level}: {overrides or "none"}')
     for name, value in options.items():
         print(f'    {name:<22}: {value}')

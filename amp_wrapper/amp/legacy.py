@@ -1,4 +1,4 @@
-"""The oldest interface of ``apex.amp``: a handle that turns the casts of O1 on for everything, and scales losses.
+"""``amp.init``, apex's oldest interface: a handle that turns the casts of O1 on for everything, and scales losses.
 
 ```python
 amp_handle = amp.init()
@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 
 from ..casting import region
 from ..casting.calls import start_casts
-from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
-from ..policy.options import is_count
 from .registry import registry
 from .scaling import scaled
 from .session import Session
@@ -35,10 +33,10 @@ class AmpHandle:
     New scripts use :func:`amp_wrapper.amp.initialize`, whose casts end with the forward pass of the model.
 
     Args:
-        enabled: False casts and scales nothing; the rest is still checked.
+        enabled: False casts and scales nothing.
         loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
         enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
-        verbose: Accepted; an attribute of the handle.
+        verbose: Accepted.
         allow_banned: Whether nothing is said about ``binary_cross_entropy`` of 16-bit probabilities, which runs in FP32.
 
     Raises:
@@ -55,22 +53,19 @@ class AmpHandle:
         allow_banned: bool = False,
     ) -> None:
         # checked before anything is turned on
-        self._policy = resolve('O1', loss_scale=loss_scale)
-        self.has_cache, self.verbose = enabled and enable_caching, enabled and verbose
+        resolve('O1', loss_scale=loss_scale)
+        self._loss_scale = loss_scale
         self._casts = start_casts(allow_banned) if enabled else None
 
     def is_active(self) -> bool:
-        """Whether casts are on and losses are scaled."""
+        """Return whether casts are on and losses are scaled."""
         return self._casts is not None and not region.is_suspended()
 
     def _deactivate(self) -> None:
         """Turn the casts off for good; losses of wrapped optimizers are not scaled any more. May be called again."""
-        casts, self._casts = self._casts, None
-        if casts is not None:
-            casts.close()
-
-    def _clear_cache(self) -> None:
-        """Does nothing: there is no copy of a weight to forget."""
+        if self._casts is not None:
+            self._casts.close()
+        self._casts = None
 
     #: As :func:`amp_wrapper.amp.disable_casts`.
     _disable_casts = staticmethod(region.suspended)
@@ -86,12 +81,11 @@ class AmpHandle:
             AmpAttachError: An optimizer that cannot be wrapped, or was initialised already.
             AmpConfigError: ``num_loss`` below 1.
         """
-        if not is_count(num_loss):
-            raise AmpConfigError([f'num_loss={num_loss!r} must be a whole number of at least 1.'])
+        policy = resolve('O1', loss_scale=self._loss_scale, num_losses=num_loss)
         if self._casts is not None:
             registry.check_new([optimizer])
-            Session(dataclasses.replace(self._policy, num_losses=int(num_loss)), [], [optimizer], tells=False)
-        return OptimWrapper(optimizer, self, int(num_loss))
+            Session(policy, [], [optimizer], tells=False)
+        return OptimWrapper(optimizer, self)
 
     def scale_loss(self, loss: Tensor, optimizer: Optimizer, loss_id: int = 0) -> AbstractContextManager[Tensor]:
         """Scale a loss around ``backward()``; the optimizer, which need not be wrapped, skips its next step after an overflow.
@@ -117,7 +111,6 @@ class OptimWrapper:
 
     _optimizer: Optimizer
     _handle: AmpHandle
-    _num_loss: int
     _next: int = 0
 
     @contextmanager
@@ -131,17 +124,11 @@ class OptimWrapper:
             The loss times its scale; the loss itself where the handle is not active.
 
         Raises:
-            AmpUsageError: More passes than ``num_loss`` since the last step.
+            AmpUsageError: More losses than ``num_loss`` since the last step.
         """
-        is_active = self._handle.is_active()
-        if is_active and self._next >= self._num_loss:
-            raise AmpUsageError(
-                f'num_loss={self._num_loss}, and one scale_loss() more since the last step: say '
-                f'wrap_optimizer(optimizer, num_loss={self._next + 1}), or add the losses up.'
-            )
         with self._handle.scale_loss(loss, self._optimizer, self._next) as result:
             yield result
-        self._next += is_active
+        self._next += self._handle.is_active()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take one step, as the optimizer does; it is left out where a gradient is non-finite."""

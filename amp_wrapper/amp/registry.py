@@ -18,16 +18,43 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..casting import fp32_values
+from ..compiler_internals import compiled_module
 from ..engine import Engine
-from ..errors import AmpAttachError, AmpUsageError, short
+from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, short, some
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
-from ..torch_internals import is_traceable_wrapper_subclass
+from ..torch_internals import after_zero_grad, is_traceable_wrapper_subclass
 from .functions import cast_models
 
 #: Of :mod:`.session`, which knows this file.
 Session: TypeAlias = Any
 logger = logging.getLogger('amp_wrapper')
+
+
+def listed(value: Any, kind: type, name: str) -> list[Any]:
+    """List one object or several; of what ``torch.compile(model)`` made, the model inside, which either call runs.
+
+    Args:
+        value: An instance of ``kind``, or a list or tuple of them.
+        kind: ``nn.Module`` or ``Optimizer``.
+        name: Of the argument.
+
+    Raises:
+        AmpConfigError: Something else; a ``TypeError`` as well.
+    """
+    is_list = isinstance(value, (list, tuple))
+    items = list(value) if is_list else [value]
+    for index, item in enumerate(items):
+        if not isinstance(item, kind):
+            word, remedy = 'nn.Module' if kind is nn.Module else 'optim.Optimizer', ''
+            if isinstance(item, (nn.Module, Optimizer)):
+                remedy = ' The model comes first: amp.initialize(model, optimizer).'
+            elif hasattr(item, 'param_groups'):
+                remedy = ' Initialize the optimizer that it is built around, and then build it around that.'
+            problem = f'must be a torch.{word} or a list or tuple of them, but is {type(item).__name__}.'
+            label = f'{name}[{index}]' if is_list else name
+            raise AmpConfigError([f'{label}={short(item)} {problem}{remedy}'])
+    return [compiled_module(item) or item for item in items]
 
 
 class Registry:
@@ -36,11 +63,9 @@ class Registry:
     def __init__(self) -> None:
         # None with enabled=False
         self._sessions: WeakKeyDictionary[Optimizer, ReferenceType[Session] | None] = WeakKeyDictionary()
-        self._models: WeakSet[nn.Module] = WeakSet()
-        # parameter -> the configuration of its model
-        self._policies: MutableMapping[Tensor, Policy] = WeakTensorKeyDictionary()
+        self._models: WeakKeyDictionary[nn.Module, Policy] = WeakKeyDictionary()
         self._checks_steps = False
-        # optimizers that were checked -> how many parameters they had, and how many were known
+        # optimizers that were checked -> how many parameters they had, and how many models there were
         self._checked: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._warned: WeakSet[Optimizer] = WeakSet()
         # what they step, and no initialised optimizer does
@@ -65,13 +90,13 @@ class Registry:
         if session is None:
             return
         for model in models:
-            self._models.add(model)
-            self._policies.update((parameter, session.policy) for parameter in model.parameters())
+            self._models[model] = session.policy
             if session.policy.autocast_dtype is not None:
                 cast_models.add(model)
         if not self._checks_steps:
             self._checks_steps = True
             register_optimizer_step_pre_hook(self._check_step)
+            after_zero_grad(self._note_zeros)
 
     def session_of(self, optimizer: Optimizer) -> Session | None:
         """Find the session of an optimizer; None where it was never initialised, or is disabled."""
@@ -85,26 +110,18 @@ class Registry:
             optimizers: One, or a list or tuple of them.
 
         Raises:
-            AmpUsageError: Not an optimizer, or one that was never initialised; some enabled and some not.
+            AmpConfigError: Not an optimizer.
+            AmpUsageError: None, or one that was never initialised; some enabled and some not.
         """
-        given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-        if not given:
+        given = listed(optimizers, Optimizer, 'optimizers')
+        unknown = [type(optimizer).__name__ for optimizer in given if optimizer not in self._sessions]
+        if unknown or not given:
             raise AmpUsageError(
-                'optimizers=[] is empty: name every optimizer for which the backward pass makes gradients.'
+                f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy of an optimizer is. Hand '
+                f'over every optimizer first: amp.initialize(model, optimizer), or amp.initialize([], optimizer) later on.'
             )
-        engines: list[Engine] = []
+        engines = []
         for optimizer in given:
-            name = type(optimizer).__name__
-            if not isinstance(optimizer, Optimizer):
-                raise AmpUsageError(
-                    f'optimizers={short(optimizers)} must be a torch optimizer or several, but holds {name}.'
-                )
-            if optimizer not in self._sessions:
-                raise AmpUsageError(
-                    f'{name} was not initialised (a copy of an initialised optimizer is a plain one): first hand it over, '
-                    f'model, optimizer = amp.initialize(model, optimizer); for an initialised model, '
-                    f'amp.initialize([], optimizer).'
-                )
             session = self.session_of(optimizer)
             if session is not None:
                 session.thread = threading.get_ident()
@@ -137,26 +154,18 @@ class Registry:
 
     # -- parameters ------------------------------------------------------------------------------------------------------
 
-    def is_known(self, parameter: Tensor) -> bool:
-        """Say whether a parameter belongs to a model that was initialised."""
-        return parameter in self._policies
+    def known(self) -> dict[int, Policy]:
+        """Find the parameters of the initialised models, by id, with the configurations of the models."""
+        return {id(p): policy for model, policy in self._models.items() for p in model.parameters()}
 
     def stepped(self) -> list[Tensor]:
         """List the weights that initialised optimizers step."""
         return [weight for session in self._alive() for weight in session.weights()]
 
-    def models_of(self, optimizers: Iterable[Optimizer]) -> list[nn.Module]:
-        """Find the initialised models whose parameters these optimizers hold."""
+    def models_of(self, optimizers: Iterable[Optimizer]) -> dict[nn.Module, Policy]:
+        """Find the initialised models whose parameters these optimizers hold, with their configurations."""
         held = set(map(id, parameters_of(*optimizers)))
-        return [model for model in self._models if not held.isdisjoint(map(id, model.parameters()))]
-
-    def policies_of(self, optimizers: Iterable[Optimizer]) -> list[Policy]:
-        """Find the different configurations of the models whose parameters these optimizers hold, in their order."""
-        found: dict[tuple[Any, ...], Policy] = {}
-        for policy in [self._policies[p] for p in parameters_of(*optimizers) if p in self._policies]:
-            types = (policy.cast_model_type, policy.autocast_dtype, policy.master_weights)
-            found.setdefault((policy.opt_level, *types), policy)
-        return list(found.values())
+        return {m: policy for m, policy in self._models.items() if not held.isdisjoint(map(id, m.parameters()))}
 
     def check_new(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that are in a session, or twice in the list, or were made from the masters of another one.
@@ -169,14 +178,11 @@ class Registry:
             name = type(optimizer).__name__
             if self.session_of(optimizer) is not None or optimizer in optimizers[:index]:
                 raise AmpAttachError(
-                    f'{name} was initialised already: amp.initialize() takes an optimizer once. Hand over all models and '
-                    f'optimizers in one call, as lists, or use a new optimizer for other models; a new one for the same '
-                    f'model comes without it, amp.initialize([], optimizer).'
+                    f'{name} was initialised already: hand over all at once, or a new one, amp.initialize([], optimizer).'
                 )
             if not masters.isdisjoint(map(id, parameters_of(optimizer))):
                 raise AmpAttachError(
-                    f'{name} was made from FP32 masters (amp.master_params of another optimizer), at which no gradients '
-                    f'arrive: make it from model.parameters(), and amp.initialize([], optimizer) finds the masters.'
+                    f'{name} was made from FP32 masters: make it from model.parameters(), for amp.initialize([], optimizer).'
                 )
 
     # -- gradients that carry a loss scale -------------------------------------------------------------------------------
@@ -190,8 +196,18 @@ class Registry:
             looked_at: Weights whose gradients ``torch.autograd.grad`` may take, to be put into ``.grad`` later.
             foreign: Whether to look at what other optimizers step as well.
         """
-        leaves = [*(self._foreign if foreign else ()), *self._weights_beyond(engine)]
-        before = [(leaf, leaf.grad, leaf.grad is not None and leaf.grad._version) for leaf in leaves]
+        # where no block of its session unscales: other sessions, of which one that another thread uses may have gradients under
+        # way, and parameters of its own models that no optimizer has yet
+        found: list[Tensor] = [*self._foreign] if foreign else []
+        for session in self._alive():
+            if engine in session.engines:
+                found += session.unheld
+            elif session.thread == threading.get_ident():
+                found += session.weights()
+        mine = {id(weight) for each in (engine, *engine.others) for weight in each.weights()} if found else ()
+        before = [
+            (leaf, leaf.grad, leaf.grad is not None and leaf.grad._version) for leaf in found if id(leaf) not in mine
+        ]
         with ExitStack() as hooks:
             for weight in looked_at:
                 if weight.requires_grad:
@@ -201,20 +217,12 @@ class Registry:
             if leaf.grad is not None and (leaf.grad is not grad or leaf.grad._version != version):
                 self._note(leaf.grad)
 
-    def _weights_beyond(self, engine: Engine) -> list[Tensor]:
-        """Find where a loss of ``engine`` may leave gradients that no block of its session unscales.
-
-        Those are the weights that optimizers of other sessions step, but for sessions that another thread uses, whose gradients
-        may be under way now; and parameters of its own models that no optimizer has yet.
-        """
-        found: list[Tensor] = []
-        for session in self._alive():
-            if engine in session.engines:
-                found += session.unheld
-            elif session.thread == threading.get_ident():
-                found += session.weights()
-        mine = {id(weight) for each in (engine, *engine.others) for weight in each.weights()} if found else ()
-        return [weight for weight in found if id(weight) not in mine]
+    def _note_zeros(self, module: nn.Module, set_to_none: bool) -> None:
+        """Forget what was non-finite, where ``module.zero_grad(set_to_none=False)`` has made zeros of all gradients."""
+        cleared = set() if set_to_none else set(map(id, module.parameters()))
+        for engine in [each for session in self._alive() for each in session.engines] if cleared else ():
+            if cleared.issuperset(map(id, engine.weights())):
+                engine.drop_flags()
 
     def _note(self, gradient: Tensor) -> None:
         self._scaled[gradient] = gradient._version
@@ -227,11 +235,9 @@ class Registry:
         """
         if self._scaled and any(self.carries_scale(engine.weights()) for engine in engines):
             raise AmpUsageError(
-                'gradients that carry a loss scale lie where they would be taken for unscaled ones. What '
-                'torch.autograd.grad(scaled_loss, ...) gives goes into .grad inside of the block, or is divided by '
-                'amp.loss_scale(optimizer). Gradients that a loss brings to parameters which no optimizer of its '
-                'amp.initialize() call steps are cleared (zero_grad) before these are trained; models that train together '
-                'belong in one call: amp.initialize([model0, model1], [optimizer0, optimizer1]).'
+                'gradients that carry a loss scale lie where unscaled ones belong. What torch.autograd.grad(scaled_loss, ...) '
+                'gives goes into .grad inside of the block, or is divided by amp.loss_scale(optimizer). What a loss brings to '
+                'other models is cleared (zero_grad), or they are initialised together: amp.initialize([m0, m1], [o0, o1]).'
             )
 
     def carries_scale(self, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -244,42 +250,32 @@ class Registry:
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check one that is about to step; again only where parameters or models were added."""
-        if not self._policies or self.session_of(optimizer) is not None:
+        if not self._models or self.session_of(optimizer) is not None:
             return
-        parameters = parameters_of(optimizer)
-        count = len(parameters), len(self._policies)
-        carrying = [] if optimizer in self._warned else self.carries_scale(parameters)
-        heard = [p for p in carrying if p not in self._policies or self._policies[p].verbosity >= 1]
-        scaled = {id(p): 'parameters that a scaled loss reaches' for p in heard}
+        parameters, name = parameters_of(optimizer), type(optimizer).__name__
+        count = len(parameters), len(self._models)
+        scaled = [] if optimizer in self._warned else self.carries_scale(parameters)
         if self._checked.get(optimizer) == count and not scaled:
             return
-        name = type(optimizer).__name__
-        for parameter in parameters:
-            pair = fp32_values.pair_of(parameter)
-            if pair is not None and not pair.is_split:
-                raise AmpUsageError(
-                    f'{name}.step() of an optimizer that was not initialised, on 16-bit weights that have FP32 masters, with '
-                    f'gradients that carry a loss scale: hand it over, by amp.initialize([], optimizer), before its first '
-                    f'step; it then steps the masters, which stay what they are.'
-                )
-            policy = self._policies.get(parameter)
-            if policy is not None and policy.verbosity >= 1:
-                scale = policy.loss_scale
-                if scale.enabled and (scale.dynamic or scale.init_scale != 1.0):
-                    scaled[id(parameter)] = f'parameters of a model at {policy.opt_level}'
+        pairs = [pair for pair in map(fp32_values.pair_of, parameters) if pair is not None]
+        if not all(pair.is_split for pair in pairs):
+            raise AmpUsageError(
+                f'{name} was not initialised, and steps weights that have masters: first amp.initialize([], optimizer).'
+            )
         self._checked[optimizer] = count
-        # torch moves a sharded parameter by swapping it, which it does to none that is weakly referenced
-        self._foreign.update((p, None) for p in parameters if not is_traceable_wrapper_subclass(p))
         # gradients of what initialised optimizers step are in order; an optimizer around another one shares its parameters
-        for tensor in (*self.stepped(), *fp32_values.masters()):
-            self._foreign.pop(tensor, None)
-            scaled.pop(id(tensor), None)
-        if scaled and optimizer not in self._warned:
+        held, known = set(map(id, (*self.stepped(), *fp32_values.masters()))), self.known()
+        foreign = [p for p in parameters if id(p) not in held]
+        # torch moves a sharded parameter by swapping it, which it does to none that is weakly referenced
+        self._foreign.update((p, None) for p in foreign if not is_traceable_wrapper_subclass(p))
+        reached = [known.get(id(p)) for p in scaled if id(p) not in held]
+        reached += [known[id(p)] for p in foreign if id(p) in known and not known[id(p)].loss_scale.is_one]
+        if any(policy is None or policy.verbosity >= 1 for policy in reached) and optimizer not in self._warned:
             self._warned.add(optimizer)
             logger.warning(
-                f'amp: {name}, which was not initialised, steps {next(iter(scaled.values()))}: gradients that amp.scale_loss '
-                f'brings to them still carry the loss scale, and an overflow does not skip its steps. Hand it over, by '
-                f'amp.initialize([], optimizer), and name it: amp.scale_loss(loss, [optimizer0, optimizer1]).'
+                f'amp: {name}, which was not initialised, steps parameters that a scaled loss reaches: gradients that '
+                f'amp.scale_loss brings to them still carry the loss scale, and an overflow does not skip its steps. Hand it '
+                f'over, by amp.initialize([], optimizer), and name it: amp.scale_loss(loss, [optimizer0, optimizer1]).'
             )
 
     _check_step.sees_no_gradient = True  # type: ignore[attr-defined]

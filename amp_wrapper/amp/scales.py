@@ -71,17 +71,11 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
     except AmpCheckpointError as error:
         raise AmpCheckpointError(f"{error} Hand over what amp.state_dict() gave: checkpoint['amp'].") from None
     if len(saved) != len(scalers) and speaks:
-        text = f'the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured'
-        if not saved:
-            text = 'the state is empty, for it was saved where mixed precision was not enabled'
-        elif not scalers:
-            text = 'mixed precision is not enabled'
-        several = (
-            f' Those are of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds; '
-            'amp.load_state_dict(state, optimizers=optimizer) loads those of one.'
+        logger.warning(
+            f'amp: {len(saved)} loss scales were saved, and {len(scalers)} are configured (none where mixed precision is not '
+            f'enabled), of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds. As many as are '
+            f'on both sides are taken; amp.load_state_dict(state, optimizers=optimizer) loads those of one call.'
         )
-        taken = min(len(saved), len(scalers))
-        logger.warning(f'amp: {text}: {taken} are taken over.{several if len(sessions) > 1 else ""}')
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):
             if speaks:

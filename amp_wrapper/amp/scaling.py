@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -15,27 +14,14 @@ from ..engine import Engine, StepResult, receiving, scale
 from ..engine.engine import StepObserver
 from ..engine.unscale import values_of
 from ..errors import AmpUsageError
-from ..ops import attributes
 from .registry import registry
 
 logger = logging.getLogger('amp_wrapper')
 
-_UNSCALED = (
-    'steps gradients that no amp.scale_loss block brought: they leave out the loss scale, and small ones are 0 in float16. '
-    'Write "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()".'
-)
-_UNNAMED = (
-    'steps gradients that amp.scale_loss brought for another optimizer: they are in order, but an overflow among them does not '
-    'lower the loss scale. Name it too: amp.scale_loss(loss, [optimizer0, optimizer1]).'
-)
-_NOT_THE_SCALED = (
-    'got gradients inside of a "with amp.scale_loss(...) as scaled_loss" block that did not come from scaled_loss: they were '
-    'divided by a scale that they do not carry. Call scaled_loss.backward(), not loss.backward().'
-)
-_CLIPPED = (
-    'steps FP32 masters, and after the last "with amp.scale_loss(...)" block only gradients of FP32 weights were written to, '
-    'as by clipping model.parameters(): the 16-bit weights have none there. Clip amp.master_params(optimizer).'
-)
+_UNSCALED = 'steps gradients that no amp.scale_loss block brought: call scaled_loss.backward() in such a block.'
+_UNNAMED = 'steps gradients of a block for another optimizer, whose scale sees no overflow of them. Name it too.'
+_FOREIGN = 'got gradients in a block that are not of scaled_loss: call scaled_loss.backward(), not loss.backward().'
+_CLIPPED = 'steps masters, and only gradients of FP32 weights were clipped: clip amp.master_params(optimizer).'
 
 
 class ScaledLoss:
@@ -52,8 +38,7 @@ class ScaledLoss:
     def __call__(self, gradient: Tensor) -> None:
         if not self.is_open:
             raise AmpUsageError(
-                'a backward pass of scaled_loss, or torch.autograd.grad of it, after the end of its "with amp.scale_loss(...) '
-                'as scaled_loss" block: gradients of it would keep the loss scale. Call it inside of the block.'
+                'a backward pass of scaled_loss after the end of its "with amp.scale_loss(...)" block: call it inside.'
             )
         self.has_run = True
 
@@ -62,62 +47,54 @@ class Watch(StepObserver):
     """Warns about the gradients of one optimizer.
 
     Args:
-        label: What to call it.
-        scales: Whether there is a loss scale other than 1.
+        engine: Its engine.
     """
 
-    def __init__(self, label: str, scales: bool) -> None:
-        self._label = label
+    def __init__(self, engine: Engine) -> None:
+        self._label = type(engine.optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
         #: Whether no block has brought gradients yet: the script takes them by torch.autograd.grad, perhaps.
         self.looks = True
-        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED, _CLIPPED} if scales else {_CLIPPED}
+        self._open = {_CLIPPED} if engine.scales.is_one else {_UNSCALED, _UNNAMED, _FOREIGN, _CLIPPED}
         # whether a block has named the optimizer since its last step
         self._is_named = False
-        # a gradient that was there when the last step was over, and its version
-        self._stepped: tuple[ReferenceType[Tensor], int] | None = None
-        # of FP32 weights and of masters when the last block was over
-        self._versions: tuple[bytes, bytes] | None = None
+        # of the gradients of FP32 weights and of masters when the last block was over
+        self._versions: list[list[int | None]] = []
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
-        """A block names the optimizer."""
+        """Note that a block names the optimizer."""
         self._is_named = True
 
     def see_block(self, engine: Engine, has_come: bool, has_run: bool) -> None:
-        """A block is over.
+        """Note the end of a block.
 
         Args:
             engine: Of the optimizer.
             has_come: Whether gradients have come.
             has_run: Whether there was a backward pass of the scaled loss.
         """
-        self._versions = _versions_of(engine)
+        self._versions = _versions_of(engine) if engine.params.masters else []
         self.looks = self.looks and not has_come
         if has_come and not has_run:
-            self._warn(_NOT_THE_SCALED)
+            self._warn(_FOREIGN)
 
     def before_step(self, engine: Engine) -> None:
         """Look at the gradients. Syncs only where no block has added to them, and some are there."""
-        before, now = self._versions, _versions_of(engine)
+        by_others, before = engine.flags.only_by_others, self._versions
         if self._is_named:
-            is_clipped = before is not None and before[0] != now[0] and before[1] == now[1]
-            if is_clipped and engine.params.masters and not engine.flags.only_by_others:
+            now = _versions_of(engine) if before and not by_others else before
+            if now != before and now[1] == before[1]:
                 self._warn(_CLIPPED)
-        elif engine.flags.only_by_others:
+        elif by_others:
             self._warn(_UNNAMED)
-        elif _UNSCALED in self._open and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            found = [grad for grad in attributes.gradients(engine.params.parameters()) if grad is not None]
+        elif _UNSCALED in self._open and not is_capturing():
             # cleared ones are zero
-            if found and not self._is_old(found[0]) and _any_nonzero(values_of(engine.params.parameters())):
+            found = [value.any().to(engine.device) for value in values_of(engine.params.parameters())]
+            if found and bool(torch.stack(found).any()):
                 self._warn(_UNSCALED)
 
     def after_step(self, engine: Engine, result: StepResult) -> None:
-        """Gradients that are still there need no warning."""
-        self._is_named, self._versions = False, None
-        grad = next((p.grad for p in engine.params.parameters() if p.grad is not None), None)
-        self._stepped = None if grad is None else (ref(grad), grad._version)
-
-    def _is_old(self, grad: Tensor) -> bool:
-        return self._stepped is not None and self._stepped[0]() is grad and self._stepped[1] == grad._version
+        """Wait for the next block."""
+        self._is_named, self._versions = False, []
 
     def _warn(self, text: str) -> None:
         if text in self._open:
@@ -125,14 +102,14 @@ class Watch(StepObserver):
             logger.warning(f'amp: {self._label} {text}')
 
 
-def _versions_of(engine: Engine) -> tuple[bytes, bytes]:
-    own, masters = engine.params.without_master(), engine.params.masters
-    return attributes.versions(attributes.gradients(own)), attributes.versions(attributes.gradients(masters))
+def _versions_of(engine: Engine) -> list[list[int | None]]:
+    both = engine.params.without_master(), engine.params.masters
+    return [[None if p.grad is None else p.grad._version for p in each] for each in both]
 
 
-def _any_nonzero(values: Sequence[Tensor]) -> bool:
-    home = values[0].device
-    return bool(torch.stack([value.any().to(home) for value in values]).any())
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured, in which nothing can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @eager_block

@@ -27,7 +27,7 @@ from ..errors import AmpUsageError
 from ..policy.levels import Policy
 from ..torch_internals import note_step
 from .registry import registry
-from .scaling import Watch
+from .scaling import Watch, is_capturing
 
 _TWO_PARTS = (
     '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot '
@@ -58,7 +58,7 @@ class Session:
         tells: bool = True,
         sharding: Sharding | None = None,
     ) -> None:
-        check_owners(optimizers, models, registry.stepped(), registry.is_known, policy.casts_model)
+        check_owners(optimizers, models, registry.stepped(), registry.known(), policy.casts_model)
         self.policy = policy
         self.scalers = new_scalers(policy)
         self.engines = [Engine(policy, ref(optimizer), self.scalers) for optimizer in optimizers]
@@ -66,22 +66,23 @@ class Session:
         self._unread: list[tuple[Engine, LateRead]] = []
         #: The thread that used this session last.
         self.thread = threading.get_ident()
-        for index, engine in enumerate(self.engines):
-            engine.label = f'optimizer {index}' if len(optimizers) > 1 else ''
         # before masters stand in the place of their weights
-        theirs = registry.models_of(optimizers) if not models else []
+        theirs = list(registry.models_of(optimizers)) if not models else []
         self.casts = attach_together(self.engines, models, policy, sharding)
-        for engine in self.engines:
-            join_models(engine, theirs)
-            if tells and policy.verbosity >= 1 and not engine.is_plain:
-                name = type(engine.optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
-                engine.observers.append(Watch(name, not engine.scales.is_one))
         hugging_face.watch()
         held = set(map(id, (*registry.stepped(), *self.weights())))
         #: Trainable parameters of the models that no optimizer has yet.
         self.unheld = [p for model in models for p in model.parameters() if p.requires_grad and id(p) not in held]
-        for optimizer, engine in zip(optimizers, self.engines):
-            self._stand_in_front(optimizer, engine)
+        for index, (optimizer, engine) in enumerate(zip(optimizers, self.engines)):
+            join_models(engine, theirs)
+            engine.label = f'optimizer {index}' if len(optimizers) > 1 else ''
+            if tells and policy.verbosity >= 1 and not engine.is_plain:
+                engine.observers.append(Watch(engine))
+            # the methods of this one object lead through the engine, and the object holds the session
+            inner = own_methods.inside(optimizer)
+            for each in (*inner, optimizer):
+                put_in_front(each, 'step', functools.partial(self._step, engine, each is optimizer and bool(inner)))
+            put_in_front(optimizer, 'zero_grad', functools.partial(self._zero_grad, engine))
         registry.add(optimizers, self, models)
 
     def engine(self, optimizer: Optimizer) -> Engine:
@@ -92,34 +93,21 @@ class Session:
         """List the weights that the optimizers step."""
         return [weight for engine in self.engines for weight in engine.weights()]
 
-    def _stand_in_front(self, optimizer: Optimizer, engine: Engine) -> None:
-        """``step`` and ``zero_grad`` of this one object lead through the engine, and the object holds the session."""
-        inner = own_methods.inside(optimizer)
-        for each in (*inner, optimizer):
-            put_in_front(each, 'step', functools.partial(self._step, engine, each is optimizer and bool(inner)))
-        put_in_front(optimizer, 'zero_grad', functools.partial(self._zero_grad, engine))
-
-    def _zero_grad(
-        self, engine: Engine, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.thread = threading.get_ident()
+    def _zero_grad(self, engine: Engine, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         words = {'set_to_none': args[0]} if args else {}
         # a second one without a name is for the method to refuse
         engine.zero_grad(functools.partial(own, *args[1:]), **words, **kwargs)
 
-    def _step(
-        self, engine: Engine, holds: bool, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call of ``step`` of an optimizer, or of one inside of it.
+    def _step(self, engine: Engine, holds: bool, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Take a step: the optimizer's own ``step``, or that of one inside of it, was called.
 
         Args:
             engine: Of the outer one.
             holds: Whether there are some inside.
             own: Its own method.
-            args: Of the call.
-            kwargs: Of the call.
+            *args: Of the call.
+            **kwargs: Of the call.
         """
-        self.thread = threading.get_ident()
         # whatever else optimizers of third parties take there
         first = args[0] if args else kwargs.get('closure')
         closure = first if callable(first) else None
@@ -152,8 +140,7 @@ class Session:
         casts = nullcontext() if self.policy.autocast_dtype is None else region.suspended()
         with casts:
             outcome = take_step(engine, None, bare_step, closure=None if runs_before else closure)
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if outcome.skipped is None and outcome.info is not None and not capturing:
+        if outcome.skipped is None and outcome.info is not None and not is_capturing():
             self._unread.append((engine, LateRead(outcome.info)))
             self.read(wait=False)
         return result[0] if result else None

@@ -107,8 +107,8 @@ class CastPlan:
     def _refuse(self, name: str, root: nn.Module) -> None:
         if cast_module.holds_casts(root):
             raise AmpAttachError(
-                f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
-                f'attach a model once, or take the casts off with detach() first.'
+                f'the model ({type(root).__name__}) already carries casts: attach or initialize it once. One more optimizer '
+                f'comes by amp.initialize([], optimizer); detach() of a wrapper takes its casts off.'
             )
         for key, module in root.named_modules(prefix=name):
             if self.policy.runs_16_bit and inspect.isgeneratorfunction(module.forward):

@@ -246,7 +246,7 @@ def _weight_types(box: Sandbox) -> dict[str, WeightTypes]:
     own = {id(parameter) for parameter in box.model.parameters()}
     masters: dict[int, str] = {}
     if box.engine.optimizer is not None:
-        lists = box.engine.lists()
+        lists = box.engine.params.lists()
         for stepped, beside in zip(lists.parameters, lists.copies):
             if id(stepped) not in own and beside is not None:
                 masters[id(beside)] = dtype_name(stepped.dtype)

@@ -65,7 +65,7 @@ def count_memory(model: nn.Module, engine: Engine | None = None, activations: in
     state: list[Tensor] = []
     if engine is not None and engine.optimizer is not None:
         weights = set(map(id, parameters))
-        lists = engine.lists()
+        lists = engine.params.lists()
         for stepped, copy in zip(lists.parameters, lists.copies):
             if id(stepped) not in weights:
                 masters.append(stepped)

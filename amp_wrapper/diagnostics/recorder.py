@@ -203,7 +203,7 @@ class Recorder:
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
         """A loss is about to be scaled, for a backward pass."""
-        scale = engine.scales.current(loss_id)
+        scale = engine.scales.pinned(loss_id)
         made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
         self.step.losses.append(LossRecord(loss_id, loss.detach(), None if scale is None else scale.clone(), made_by))
 

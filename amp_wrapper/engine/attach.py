@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +21,9 @@ from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages
 from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
-from .ddp import Ddp, check_unknown_listeners
+from .ddp import Ddp
 from .engine import Engine, Stage
-from .optimizer_state import cast_state_to_parameters
-from .optimizers import check_once, check_owners, check_shared
+from .optimizers import check_owners
 from .state import restore_accumulation
 
 #: Integrations decide where these lines go.
@@ -61,53 +58,38 @@ def attach(
         AmpConfigError: A ``keep_fp32`` pattern that matches nothing. Nothing has been changed.
         AmpUsageError: No model, where the level casts it.
     """
+    policy, optimizer = engine.policy, engine.optimizer
     if engine.attached:
         return
-    if not engine.policy.enabled:
+    if not policy.enabled:
         engine.stage = Stage.READY
         return
     if model is None:
-        if engine.policy.casts_model:
+        if policy.casts_model:
             raise AmpUsageError(
-                f'{engine.policy.opt_level} casts the model, but no model was handed over before the first backward: '
-                f'run the forward pass under "with optim_wrapper.optim_context(model):".'
+                f'{policy.opt_level} casts the model, and has no model yet: run it in optim_wrapper.optim_context(model).'
             )
         _begin(engine, [])
     else:
-        engine.casts = _cast(engine, model, leave, average, list(foreign), enter)
+        inner = roots.unwrap(model)
+        distributed_internals.reshard(inner)
+        engine.names = names_of([inner])
+        engine.ddp = Ddp([model], engine.names, policy.verbosity >= 1)
+        if policy.casts_model:
+            engine.ddp.check(inner)
+        foreign = list(foreign)
+        if optimizer is not None:
+            theirs = [weight for other in engine.others for weight in other.weights()]
+            check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
+        named = roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine))
+        plan = engine.casts = CastPlan(named, policy, leave, average, enter, within=[inner])
+        _carry_out([engine], plan, [inner], leave)
+        dtype = policy.cast_model_type
+        for name in plan.parameters if policy.verbosity >= 2 and dtype is not None else ():
+            logger.info(f'amp: {name} is {dtype and dtype_name(dtype)} now')
     pending, engine.pending = engine.pending, None
     if pending is not None and pending.window is not None:
         restore_accumulation(engine, pending.window)
-
-
-def _cast(
-    engine: Engine,
-    model: nn.Module,
-    leave: tuple[type, ...],
-    average: tuple[type, ...],
-    foreign: list[Tensor],
-    enter: EnterObject | None,
-) -> CastPlan:
-    policy, optimizer = engine.policy, engine.optimizer
-    inner = roots.unwrap(model)
-    distributed_internals.reshard(inner)
-    engine.names = names_of([inner])
-    engine.ddp = Ddp(engine.weakly(), [model], engine.names, policy.verbosity >= 1)
-    if policy.casts_model and not engine.ddp.ddps:
-        check_unknown_listeners(inner)
-    engine.ddp.check(policy.casts_model)
-    theirs = [other.weights() for other in engine.others]
-    check_shared(engine.weights(), theirs, engine.names)
-    if optimizer is not None:
-        elsewhere = [*foreign, *itertools.chain.from_iterable(theirs)]
-        check_owners([optimizer], [inner], elsewhere, casts=policy.casts_model)
-    named = roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine))
-    plan = CastPlan(named, policy, leave, average, enter, within=[inner])
-    _carry_out([engine], policy, plan, [inner], [model], leave)
-    if policy.verbosity >= 2 and policy.cast_model_type is not None:
-        for name in plan.parameters:
-            logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
-    return plan
 
 
 def attach_together(
@@ -134,55 +116,46 @@ def attach_together(
         roots.unwrap(model)
         distributed_internals.reshard(model)
         if policy.casts_model:
-            check_unknown_listeners(model)
-    for place, engine in enumerate(engines):
-        if engine.optimizer is not None and not engine.is_plain:
-            check_once(engine.optimizer, engine.weights(), names_of(models))
-        check_shared(engine.weights(), [other.weights() for other in engines[:place]], names_of(models))
+            Ddp().check(model)
+    for engine in engines:
+        engine.names = names_of(models)
+        engine.join(other for other in engines if other is not engine)
     if sharding is not None:
         shard(models, policy, sharding, [engine.optimizer for engine in engines if engine.optimizer is not None])
     for engine in engines:
         engine.names = names_of(models)
-        engine.ddp = Ddp(engine.weakly(), names=engine.names, speaks=policy.verbosity >= 1)
-        engine.join([other for other in engines if other is not engine])
+        engine.ddp = Ddp(models, engine.names, policy.verbosity >= 1)
     plan = CastPlan(named_roots(models), policy, covers_forward=True)
-    _carry_out(engines, policy, plan, models, models)
+    _carry_out(engines, plan, models)
     return plan
 
 
 def _carry_out(
-    engines: Sequence[Engine],
-    policy: Policy,
-    plan: CastPlan,
-    models: Sequence[nn.Module],
-    wrapped: Sequence[nn.Module],
-    leave: tuple[type, ...] = (),
+    engines: Sequence[Engine], plan: CastPlan, models: Sequence[nn.Module], leave: tuple[type, ...] = ()
 ) -> None:
     """Cast models by a plan, and let engines take hold of them: masters, buffers, DDP.
 
     Args:
         engines: All that step something of the models.
-        policy: Their configuration.
         plan: What is cast.
         models: Not wrapped.
-        wrapped: The same, in DDP or not.
         leave: Module classes to leave alone.
     """
     for engine in engines:
         if engine.optimizer is not None and engine.policy.master_weights:
             # from the weights before they are rounded
-            kind: Literal['split', 'whole'] = 'split' if engine.policy.split_masters else 'whole'
-            engine.use_params(plan.parameters, kind, engine.policy.cast_model_type)
+            engine.use_params(plan.parameters)
     plan.apply()
+    averages.patch_loaded()
     for engine in engines:
         engine.kept = plan.kept
         _take_cast(engine, plan)
-        watch_buffers(engine, named_roots(models), leave)
+        _listen(engine, models, leave)
         engine.ddp.rebuild([*plan.parameters.values(), *plan.raised])
-        engine.ddp.watch(wrapped)
+        engine.ddp.watch()
         engine.shard_groups = distributed_internals.shard_groups(models)
         _begin(engine, models)
-    checks.warn(plan.rounded, plan.momentum, policy)
+    checks.warn(plan.rounded, plan.momentum, plan.policy)
     if plan.parameters and any(engine.optimizer is not None for engine in engines):
         cast_module.copies_are_fp32([root for _, root in plan.roots])
 
@@ -194,8 +167,7 @@ def join_models(engine: Engine, models: Sequence[nn.Module]) -> None:
         engine: Of an attached engine.
         models: Those of earlier optimizers, whose weights this one steps.
     """
-    _follow_at_entry(engine, models)
-    watch_buffers(engine, named_roots(models))
+    _listen(engine, models)
     engine.gradients.mark_stepped()
 
 
@@ -211,14 +183,13 @@ def detach(engine: Engine) -> None:
         return
     if engine.is_accumulating and engine.policy.enabled:
         raise AmpUsageError('detach() in the middle of an accumulation would lose its gradients: step() first.')
-    params = engine.params
-    casts = engine.casts is not None and engine.casts.parameters
+    params, casts = engine.params, engine.casts
     params.release()
-    if engine.casts is not None:
-        engine.casts.remove()
-        engine.ddp.rebuild(engine.casts.parameters.values())
-    if not params.have_fp32_values and engine.optimizer is not None and casts:
-        _state_to_fp32(engine.optimizer)
+    if casts is not None:
+        casts.remove()
+        engine.ddp.rebuild(casts.parameters.values())
+        if casts.parameters and not params.have_fp32_values:
+            _state_to_fp32(engine.optimizer)
     engine.reset()
 
 
@@ -241,38 +212,43 @@ def _cast_by_others(engine: Engine) -> set[int]:
 
 def _take_cast(engine: Engine, plan: CastPlan) -> None:
     """After the cast: let the optimizer's state and the weights follow."""
-    optimizer = engine.optimizer
-    if plan.rounded and optimizer is not None and (engine.params.have_fp32_values or plan.raised):
+    optimizer, has_values = engine.optimizer, engine.params.have_fp32_values
+    if plan.rounded and (has_values or plan.raised):
         # of weights that are FP32 from now on, here or as masters
         _state_to_fp32(optimizer)
-    averages.patch_loaded()
-    _follow_at_entry(engine, [root for _, root in plan.roots])
-    if engine.params.have_fp32_values:
+    if has_values:
         # the cast rounded each weight; copying again settles the version counters
         engine.params.write_weights()
     elif optimizer is not None and not isinstance(optimizer, FusedOptimizer):
-        # ours compute in FP32, and keep their state in the type they were given
-        cast_state_to_parameters(optimizer, [*plan.parameters.values()])
+        # ours compute in FP32, and keep their state in the type they were given. State that was loaded while the parameters
+        # were FP32 is FP32; without masters, training goes on in 16-bit, so it becomes what it was when it was saved
+        for parameter in plan.parameters.values():
+            state = optimizer.state.get(parameter) or {}
+            for key, value in state.items():
+                # counters and running products keep their type; only what has an entry per element follows the parameter
+                is_moment = isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+                if is_moment and key != 'step':
+                    state[key] = value.to(parameter.dtype)
 
 
-def watch_buffers(engine: Engine, named: Sequence[tuple[str, nn.Module]], leave: tuple[type, ...] = ()) -> None:
-    """Restore buffers after skipped steps from now on, where steps may be skipped; optimizers of a model share its snapshot."""
-    if engine.optimizer is None or not engine.scales.check or not engine.policy.restore_buffers_on_skip:
-        return
-    for name, model in named:
+def _listen(engine: Engine, models: Sequence[nn.Module], leave: tuple[type, ...] = ()) -> None:
+    """Let weights follow masters before calls of models, and restore buffers after skipped steps, where steps may be skipped.
+
+    Optimizers of one model share its snapshot.
+    """
+    restores = engine.optimizer is not None and engine.scales.check and engine.policy.restore_buffers_on_skip
+    for name, model in named_roots(models):
         listeners = before_calls(model)
         known = [snapshot for each in listeners for snapshot in each.snapshots if model in snapshot]
         snapshot = known[0] if known else BufferSnapshot()
-        snapshot.add(model, name, leave)
         for each in listeners:
-            each.snapshots.add(snapshot)
-        engine.snapshots = tuple(dict.fromkeys((*engine.snapshots, snapshot)))
-
-
-def _follow_at_entry(engine: Engine, models: Sequence[nn.Module]) -> None:
-    if engine.params.kind == 'whole':
-        for each in [each for model in models for each in before_calls(model)]:
-            each.masters.add(engine.params)
+            if engine.params.kind == 'whole':
+                each.masters.add(engine.params)
+            if restores:
+                each.snapshots.add(snapshot)
+        if restores:
+            snapshot.add(model, name, leave)
+            engine.snapshots = tuple(dict.fromkeys((*engine.snapshots, snapshot)))
 
 
 def named_roots(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -287,8 +263,8 @@ def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
     return {id(parameter): key for name, model in named for key, parameter in model.named_parameters(prefix=name)}
 
 
-def _state_to_fp32(optimizer: Optimizer) -> None:
-    for state in optimizer.state.values():
+def _state_to_fp32(optimizer: Optimizer | None) -> None:
+    for state in () if optimizer is None else optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype in HALF_TYPES:
                 state[key] = value.float()

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from ..casting.cast_module import is_cast
 from ..casting.fp32_values import in_fp32
 
+#: What gives tensors one by one, with their names or without.
+_READERS = ('parameters', 'named_parameters', 'buffers', 'named_buffers')
+
 
 class Fp32View:
     """A model as an average should see it: FP32 values in place of 16-bit tensors, the masters where there are any.
@@ -28,34 +31,21 @@ class Fp32View:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        """As of the model, in FP32."""
-        yield from map(in_fp32, self._model.parameters(*args, **kwargs))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model, name)
+        return functools.partial(self._read, found) if name in _READERS else found
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of the model, in FP32."""
-        for name, parameter in self._model.named_parameters(*args, **kwargs):
-            yield name, in_fp32(parameter)
-
-    def buffers(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        """As of the model, in FP32."""
-        yield from map(in_fp32, self._model.buffers(*args, **kwargs))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of the model, in FP32."""
-        for name, buffer in self._model.named_buffers(*args, **kwargs):
-            yield name, in_fp32(buffer)
+    def _read(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for item in method(*args, **kwargs):
+            yield in_fp32(item) if isinstance(item, Tensor) else (item[0], in_fp32(item[1]))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As of the model, in FP32. No host read."""
+        """Return that of the model in FP32. No host read."""
         # keep_vars: the plain variables, without the warning that saving gives
         return {
             name: in_fp32(value) if isinstance(value, Tensor) else value
             for name, value in self._model.state_dict(keep_vars=True).items()
         }
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 def _reads_a_model(method: Callable[..., Any]) -> Callable[..., Any]:

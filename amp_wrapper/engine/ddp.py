@@ -7,7 +7,6 @@ DDP has to build its reducer once more.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -25,9 +24,6 @@ from ..shards import is_sharded
 
 #: Integrations decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
-
-#: What a new reducer leaves alone on a DDP: all that belongs to the module, and what no argument of the constructor sets.
-_KEPT = {*vars(nn.Module()), *internals.DDP_FIELDS}
 
 
 class Notice:
@@ -81,8 +77,9 @@ class Notice:
 class Ddp:
     """The DDPs that average the gradients of one optimizer.
 
+    Its methods are given ``weights``, which returns the model's parameters that the optimizer steps, not their masters.
+
     Args:
-        weights: Returns the model's parameters that the optimizer steps: weights, not their masters.
         models: Wrapped in DDP, holding DDPs, or neither.
         names: The names of the models' parameters, by id, for messages.
         speaks: Whether to warn of parameters that no DDP averages.
@@ -92,39 +89,40 @@ class Ddp:
     """
 
     def __init__(
-        self,
-        weights: Callable[[], Sequence[nn.Parameter]],
-        models: Iterable[nn.Module] = (),
-        names: Mapping[int, str] | None = None,
-        speaks: bool = True,
+        self, models: Iterable[nn.Module] = (), names: Mapping[int, str] | None = None, speaks: bool = True
     ) -> None:
-        self.ddps: list[DistributedDataParallel] = []
-        self._weights = weights
-        self._names = names or {}
-        self._speaks = speaks
+        self._models, self._names, self._speaks = list(models), names or {}, speaks
+        self.ddps = [module for model in self._models for module in model.modules() if _is_ddp(module)]
         self._notices: list[Notice] = []
         # the DDPs that average what the optimizer steps, with their parameters, and what was looked at to find them
         self._averaging: dict[DistributedDataParallel, list[nn.Parameter]] = {}
         self._seen: tuple[int, list[int]] = (0, [])
-        self._unaveraged: list[nn.Parameter] = []
-        self._add(module for model in models for module in model.modules())
+        self._unaveraged: list[str] = []
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
-    def check(self, casts: bool) -> None:
-        """Refuse, before anything is cast, DDPs that cannot average afterwards.
+    def check(self, model: nn.Module) -> None:
+        """Refuse, before a model is cast, what would stop averaging its gradients then.
 
         Args:
-            casts: Whether the model is about to be cast.
+            model: Not wrapped.
 
         Raises:
-            AmpAttachError: A DDP with mixed precision of its own, or with delayed reductions.
+            AmpAttachError: A DDP with mixed precision of its own, or with delayed reductions; one around the model that was
+                not handed over, where there are several ranks.
         """
-        for ddp in self.ddps if casts else ():
-            if internals.cannot_be_rebuilt(ddp):
+        if any(map(internals.cannot_be_rebuilt, self.ddps)):
+            raise AmpAttachError(
+                'a DDP that casts the model itself (mixed_precision), or delays reductions, cannot be cast: use O0, O1 or O4.'
+            )
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
+        for name, parameter in trained[:1] if has_several_processes() and not self.ddps else ():
+            _accumulation(parameter).metadata['amp_wrapper'] = True
+            # torch makes a new one where nobody holds the old one
+            if _accumulation(parameter).metadata.pop('amp_wrapper', False):
                 raise AmpAttachError(
-                    'DistributedDataParallel(mixed_precision=...) casts the model itself, and '
-                    'delay_all_reduce_named_params=... does not survive a cast: drop the argument, or use O0, O1 or O4.'
+                    f'something listens to the gradient of {name}, such as a DistributedDataParallel, and would stop '
+                    f'averaging after the cast: hand over the wrapped model, optim_context(ddp) and not its .module.'
                 )
 
     def rebuild(self, changed: Iterable[Tensor]) -> None:
@@ -138,34 +136,39 @@ class Ddp:
             if not ids.isdisjoint(map(id, ddp.module.parameters())):
                 _rebuild(ddp)
 
-    def watch(self, models: Iterable[nn.Module]) -> None:
-        """Note the forward calls of the DDPs that are in these models, or that will be put around them. Idempotent.
-
-        Args:
-            models: Wrapped or not.
-        """
-        models = list(models)
-        self._add(module for model in models for module in model.modules())
-        for ddp in self.ddps:
-            _notice_of(ddp)
-        self._notices = [_notice_of(model) for model in models if model not in self.ddps]
+    def watch(self) -> None:
+        """Note the forward calls of the DDPs that are in the models, or that will be put around them."""
+        # those of DDPs are found at the DDPs
+        self._notices = [_notice_of(module) for module in (*self.ddps, *self._models)]
 
     # -- before a forward call ---------------------------------------------------------------------------------------
 
-    def follow(self, model: nn.Module, waiting: Callable[[Iterable[int]], bool]) -> None:
+    def follow(
+        self,
+        model: nn.Module,
+        weights: Callable[[], Sequence[Tensor]],
+        waiting: Callable[[frozenset[int]], bool],
+        is_plain: bool,
+    ) -> None:
         """Let every DDP listen to the parameters that are trainable now. Collective: each rank calls it.
 
         Parameters that a DDP has never seen start from the values of its first rank, as in its constructor.
 
         Args:
             model: What is about to run; perhaps a DDP that was put around the model after it was attached.
+            weights: Returns what the optimizer steps.
             waiting: Returns whether any of these parameters, by id, has a gradient that waits for a step.
+            is_plain: Whether ranks may take another number of steps: there is neither a scale nor a master.
 
         Raises:
-            AmpUsageError: A change in the middle of an accumulation.
+            AmpUsageError: A change in the middle of an accumulation; ``DistributedDataParallel.join``.
         """
         self._add([model])
-        for ddp, parameters in self._find().items():
+        for ddp, parameters in self._find(weights).items():
+            if internals.joins(ddp) and not is_plain:
+                raise AmpUsageError(
+                    'DistributedDataParallel.join(): ranks with other numbers of steps need O0, for they share a loss scale.'
+                )
             now, known, allows_unused = _trainable(parameters), _notice_of(ddp).listened, ddp.find_unused_parameters
             # frozen ones count as unused; with all of them frozen there is no backward pass to wait for
             if not now or now == known or (allows_unused and now < known) or internals.cannot_be_rebuilt(ddp):
@@ -173,8 +176,7 @@ class Ddp:
             # a new reducer does not know what was used under no_sync
             if waiting(known | now if allows_unused else known - now):
                 raise AmpUsageError(
-                    'parameters were frozen or unfrozen in the middle of an accumulation, and DistributedDataParallel would '
-                    'leave the gradients that are waiting on their ranks: change requires_grad between two steps.'
+                    'requires_grad changed in the middle of an accumulation, which DDP cannot follow: change it between steps.'
                 )
             seen = set(map(id, internals.ddp_parameters(ddp)))
             for parameter in parameters:
@@ -184,57 +186,51 @@ class Ddp:
 
     # -- backward pass and step --------------------------------------------------------------------------------------
 
-    def averages(self) -> bool:
+    def averages(self, weights: Callable[[], Sequence[Tensor]]) -> bool:
         """Return whether the coming backward pass averages gradients over the ranks, in part at least; True without DDP."""
-        for ddp in self._find():
+        found = self._find(weights)
+        for ddp in found:
             _notice_of(ddp).backward_has_begun = True
-        return not self._averaging or any(map(_averages, self._averaging))
+        return not found or any(map(_averages, found))
 
-    def is_local(self) -> bool:
+    def is_local(self, weights: Callable[[], Sequence[Tensor]]) -> bool:
         """Return whether the last forward call of any of the DDPs was under ``no_sync``."""
-        return not all(map(_averages, self._find()))
+        return not all(map(_averages, self._find(weights)))
 
-    def joins(self) -> bool:
-        """Return whether ranks may take another number of steps: ``DistributedDataParallel.join``."""
-        return any(map(internals.joins, self._find()))
-
-    def groups(self) -> list[dist.ProcessGroup]:
+    def groups(self, weights: Callable[[], Sequence[Tensor]]) -> list[dist.ProcessGroup]:
         """Return the groups of several ranks that take one decision at each step: those of the DDPs, each once."""
-        groups = dict.fromkeys(ddp.process_group for ddp in self._find())
+        groups = dict.fromkeys(ddp.process_group for ddp in self._find(weights))
         return [group for group in groups if group.size() > 1]
 
-    def same_everywhere(self) -> bool:
+    def same_everywhere(self, weights: Callable[[], Sequence[Tensor]]) -> bool:
         """Return whether every rank has the same gradients now: plain averages, all of them. False without DDP."""
-        plain = not self.is_local() and not self._unaveraged and not any(map(internals.comm_hooks, self._averaging))
-        return plain and len(self.groups()) == 1
+        plain = not self.is_local(weights) and not self._unaveraged
+        return plain and len(self.groups(weights)) == 1 and not any(map(internals.comm_hooks, self._averaging))
 
     # -- which DDPs --------------------------------------------------------------------------------------------------
 
     def _add(self, modules: Iterable[nn.Module | None]) -> None:
         self.ddps += [module for module in dict.fromkeys(modules) if _is_ddp(module) and module not in self.ddps]
 
-    def _find(self) -> dict[DistributedDataParallel, list[nn.Parameter]]:
+    def _find(self, weights: Callable[[], Sequence[Tensor]]) -> dict[DistributedDataParallel, list[nn.Parameter]]:
         """Find the DDPs that average what the optimizer steps, with their parameters, trainable or not."""
-        for notice in self._notices:
-            if notice.ddp is not None:
-                self._add([notice.ddp()])
-        if not self.ddps:
-            return {}
-        weights = self._weights()
-        seen = len(self.ddps), [id(weight) for weight in weights]
-        if seen != self._seen:
-            self._seen = seen
-            found = {ddp: _parameters(ddp) for ddp in self.ddps}
-            self._averaging = {ddp: found[ddp] for ddp in found if not set(seen[1]).isdisjoint(map(id, found[ddp]))}
-            inside = {id(parameter) for parameters in self._averaging.values() for parameter in parameters}
-            self._unaveraged = [weight for weight in weights if weight.requires_grad and id(weight) not in inside]
-            if self._unaveraged and self._speaks and any(ddp.process_group.size() > 1 for ddp in self.ddps):
-                self._speaks = False
-                names = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in self._unaveraged]
-                logger.warning(
-                    f'amp: no DistributedDataParallel averages the gradients of {some(names)}, which the optimizer steps: each '
-                    f'rank trains its own. Wrap the module that holds them, or freeze them.'
-                )
+        self._add(notice.ddp() for notice in self._notices if notice.ddp is not None)
+        stepped = weights() if self.ddps else []
+        seen = len(self.ddps), list(map(id, stepped))
+        if seen == self._seen:
+            return self._averaging
+        self._seen = seen
+        found = {ddp: _parameters(ddp) for ddp in self.ddps}
+        self._averaging = {ddp: inside for ddp, inside in found.items() if not set(seen[1]).isdisjoint(map(id, inside))}
+        averaged = {id(parameter) for inside in self._averaging.values() for parameter in inside}
+        alone = [weight for weight in stepped if weight.requires_grad and id(weight) not in averaged]
+        self._unaveraged = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in alone]
+        if alone and self._speaks and any(ddp.process_group.size() > 1 for ddp in self.ddps):
+            self._speaks = False
+            logger.warning(
+                f'amp: no DistributedDataParallel averages the gradients of {some(self._unaveraged)}, which the optimizer '
+                f'steps: each rank trains its own. Wrap the module that holds them, or freeze them.'
+            )
         return self._averaging
 
 
@@ -273,32 +269,11 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
 
 
 def _rebuild(ddp: DistributedDataParallel) -> None:
-    """Give a DDP a new reducer, for parameters that changed their type or ``requires_grad``. Collective.
-
-    The DDP keeps its identity, class, settings, hooks, communication hooks, mode, and what a subclass put on it. Where the new
-    reducer cannot be made, it keeps the old one.
-    """
-    trainable = _trainable(_parameters(ddp))
+    """Give a DDP a new reducer, for parameters that changed their type or ``requires_grad``. Collective."""
+    trainable, notice = _trainable(_parameters(ddp)), _notice_of(ddp)
     # DDP refuses a module that is frozen as a whole; the first unfreezing makes up for it
     if trainable:
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        # most arguments are kept under their names; the group stands for a mesh
-        settings = {name: getattr(ddp, name) for name in known if hasattr(ddp, name) and name != 'device_mesh'}
-        if 'forward_sync_buffers' in settings:
-            # its other name
-            del settings['broadcast_buffers']
-        if 'init_sync' in known:
-            # the ranks agree already, and a broadcast would only reach the rounded weights, not their masters
-            settings['init_sync'] = False
-        # without a bound of its own, DDP starts with a small first bucket; an explicit 25 would change that
-        settings['bucket_cap_mb'] = None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20
-        if getattr(ddp, 'bucket_bytes_cap_list', None):
-            settings['bucket_cap_mb_list'] = [size / 2**20 for size in ddp.bucket_bytes_cap_list]
-        made = DistributedDataParallel(**settings)
-        for hook, state in internals.comm_hooks(ddp):
-            made.register_comm_hook(state, hook)
-        vars(ddp).update({name: value for name, value in vars(made).items() if name not in _KEPT})
-    notice = _notice_of(ddp)
+        internals.renew_reducer(ddp)
     notice.listened = trainable
     if notice.averages:
         # the new reducer knows of no forward call
@@ -308,28 +283,6 @@ def _rebuild(ddp: DistributedDataParallel) -> None:
 def has_several_processes() -> bool:
     """Return whether torch.distributed runs with more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def check_unknown_listeners(model: nn.Module) -> None:
-    """Refuse to cast a model whose gradients somebody listens to from outside: a DDP around it that was not handed over.
-
-    Args:
-        model: Without any DDP around it or inside.
-
-    Raises:
-        AmpAttachError: Several ranks, and something holds on to the accumulation of a parameter's gradient.
-    """
-    for name, parameter in model.named_parameters() if has_several_processes() else ():
-        if parameter.requires_grad and not is_sharded(parameter):
-            _accumulation(parameter).metadata['amp_wrapper'] = True
-            # torch makes a new one where nobody holds the old one
-            if _accumulation(parameter).metadata.pop('amp_wrapper', False):
-                raise AmpAttachError(
-                    f'something listens to the gradient of {name}, such as a DistributedDataParallel around the model, and '
-                    f'would stop averaging after the cast: hand over the wrapped model, optim_context(ddp) in place of '
-                    f'optim_context(ddp.module).'
-                )
-            return
 
 
 def _accumulation(parameter: Tensor) -> Any:
@@ -348,10 +301,9 @@ def check_foreign_wrapper(model: nn.Module) -> None:
     Raises:
         AmpAttachError: Several ranks, no DDP inside, and no such attribute.
     """
-    is_known = getattr(model, 'survives_cast', False) or Ddp(list, [model]).ddps
+    is_known = getattr(model, 'survives_cast', False) or Ddp([model]).ddps
     if has_several_processes() and not is_known:
         raise AmpAttachError(
-            f'{type(model).__name__} is no DistributedDataParallel: whether it still averages gradients after the model was '
-            f'cast cannot be known. Derive it from MMDistributedDataParallel, or, if it hooks on parameters by '
-            f'register_post_accumulate_grad_hook(), set survives_cast = True on it, or use O1.'
+            f'{type(model).__name__} is no DistributedDataParallel, and may stop averaging gradients after the cast: derive it '
+            f'from MMDistributedDataParallel, set survives_cast = True on it if it hooks on parameters, or use O1.'
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
-from weakref import ReferenceType, ref
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..casting import kept, plan
-from ..casting.masters import Masters, StepLists
+from ..casting.masters import Masters
 from ..checkpoint.format import SavedAmp
 from ..compiler_internals import untraced
 from ..distributed_internals import hold_back
@@ -56,11 +55,6 @@ class StepObserver:
         return ''
 
 
-def _weights_of(reference: ReferenceType[Engine]) -> list[nn.Parameter]:
-    engine = reference()
-    return [] if engine is None else engine.weights()
-
-
 def _same(optimizer: Optimizer | None) -> Optimizer | None:
     return optimizer
 
@@ -70,8 +64,8 @@ class Engine:
 
     The path of one update:
 
-    1. :func:`~amp_wrapper.engine.backward.scale`: the loss times the loss scale, which does not change before 7;
-    2. :func:`~amp_wrapper.engine.backward.backward`: gradients arrive on the model weights, 16-bit where these are, and are
+    1. :func:`~amp_wrapper.engine.passes.scale`: the loss times the loss scale, which does not change before 7;
+    2. :func:`~amp_wrapper.engine.passes.backward`: gradients arrive on the model weights, 16-bit where these are, and are
        averaged over the ranks;
     3. :func:`~amp_wrapper.engine.step.take_step` looks for weights that somebody else changed (they win over their masters),
     4. finds out whether any gradient element is non-finite, and how long the gradient is,
@@ -143,26 +137,21 @@ class Engine:
     def reset(self) -> None:
         """Let go of the model."""
         self.use_params()
-        self.ddp = Ddp(self.weakly())
+        self.ddp = Ddp()
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.casts: plan.CastPlan | None = None
         self.stage = Stage.DETACHED
 
-    def use_params(
-        self,
-        weights: Mapping[str, nn.Parameter] | None = None,
-        kind: Literal['none', 'whole', 'split'] = 'none',
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def use_params(self, weights: Mapping[str, nn.Parameter] | None = None) -> None:
         """Step the optimizer's parameters from now on; no gradient waits.
 
         Args:
-            weights: As for :class:`~amp_wrapper.casting.masters.Masters`.
-            kind: As there.
-            dtype: As there.
+            weights: Those that get FP32 values, by name, while they are unrounded; None for no FP32 values.
         """
-        self.params = Masters(self._find_optimizer, weights, kind, dtype)
+        kind: Literal['none', 'split', 'whole'] = 'split' if self.policy.split_masters else 'whole'
+        kind = 'none' if weights is None else kind
+        self.params = Masters(self._find_optimizer, weights, kind, self.policy.cast_model_type)
         self._use_gradients()
 
     def _use_gradients(self) -> None:
@@ -178,15 +167,17 @@ class Engine:
             others: The engines of one training, without this one.
 
         Raises:
-            AmpAttachError: A parameter that two optimizers step; split masters.
+            AmpAttachError: A parameter that is stepped twice; split masters.
         """
         others = tuple(others)
         if others and self.policy.split_masters:
             raise AmpAttachError(
-                "master_weights='split' of one of several optimizers: their gradients are unscaled after each backward pass, "
-                'and 16-bit ones would lose their small numbers. Write master_weights=True.'
+                "master_weights='split' beside other optimizers would round gradients: write master_weights=True."
             )
-        optimizers.check_shared(self.weights(), [other.weights() for other in others], self.names)
+        found = [(each.weights(), each.is_plain) for each in (self, *others)]
+        # torch takes an optimizer that has a parameter twice, and warns
+        stepped = [list(dict.fromkeys(weights)) if is_plain else weights for weights, is_plain in found]
+        optimizers.check_once(stepped, self.names)
         self.others = others
         self._use_gradients()
 
@@ -195,17 +186,13 @@ class Engine:
         scale = f', loss scale {self.scales.describe()}' if self.policy.enabled and not self.scales.is_one else ''
         return f'amp: {self.policy.describe()}{scale}; {self.stage.value}'
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+    def __getstate__(self) -> dict[str, Any]:
+        # of copies
         if self.attached and self.policy.enabled:
             raise AmpUsageError(
-                'a deep copy of an attached wrapper would know neither the copied weights nor their masters: copy before the '
-                'first forward pass, or copy the model alone and build a wrapper for it.'
+                'an attached wrapper cannot be copied with its masters: copy the model, and build a wrapper for the copy.'
             )
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied.reset()
-        return copied
+        return vars(self)
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -227,11 +214,8 @@ class Engine:
     @property
     def awaits_step(self) -> bool:
         """Whether there are gradients that only ``take_step`` puts right: scaled ones, and such as masters lack."""
-        if not self.policy.enabled:
-            return False
-        gradients = self.gradients
-        waits = not self.scales.is_one or (bool(self.params.masters) and not gradients.after_each_pass)
-        return (self.is_accumulating and waits) or gradients.has_plain
+        waits = not self.scales.is_one or (bool(self.params.masters) and not self.gradients.after_each_pass)
+        return self.policy.enabled and ((self.is_accumulating and waits) or self.gradients.has_plain)
 
     @property
     def is_plain(self) -> bool:
@@ -241,14 +225,6 @@ class Engine:
     def weights(self) -> list[nn.Parameter]:
         """The model's parameters that the optimizer steps: the weights behind masters, and those without a master."""
         return self.params.weights()
-
-    def weakly(self) -> Callable[[], list[nn.Parameter]]:
-        """:meth:`weights` as a function that does not hold the engine, for what the engine holds."""
-        return functools.partial(_weights_of, ref(self))
-
-    def lists(self) -> StepLists:
-        """What the optimizer steps, and the model weights behind it."""
-        return self.params.lists()
 
     def name(self, parameter: nn.Parameter) -> str:
         """The qualified name of a weight, or of the weight behind a master."""
@@ -262,7 +238,7 @@ class Engine:
             (name of the weight, weight of the model, gradient, whether the loss scale has been taken out of it), for those
             weights that have a gradient.
         """
-        lists, unscaled = self.lists(), self.gradients.after_each_pass
+        lists, unscaled = self.params.lists(), self.gradients.after_each_pass
         found = zip(lists.weights, self.gradients.to_step(lists))
         return [(self.name(weight), weight, grad, unscaled) for weight, grad in found if grad is not None]
 
@@ -282,13 +258,13 @@ class Engine:
     def tidy_up(self) -> None:
         """Put in order what waits, before a backward pass adds to it."""
         # parameters that add_param_group has added get their masters
-        self.lists()
+        self.params.lists()
         self.gradients.drop_stepped()
         self.check_rest()
         is_kept = self.gradients.kept_by_fsdp is not None or (self.shard_groups and hold_back(self.shard_groups))
         if self.flags.has_arrived and not is_kept and not self.gradients.is_there():
             # the model's own zero_grad() has cleared the gradients, or the script
-            self._drop_flags()
+            self.drop_flags()
 
     def check_rest(self) -> None:
         """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
@@ -297,7 +273,7 @@ class Engine:
         if not is_unchecked and not self.gradients.has_plain:
             return
         flag = self.flags.new() if self.scales.check else None
-        self.gradients.add_plain(flag, bool(self.ddp.groups()))
+        self.gradients.add_plain(flag, bool(self.ddp.groups(self.weights)))
         if flag is not None:
             if is_unchecked:
                 ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)
@@ -315,29 +291,23 @@ class Engine:
             The norm of all of them, a float32 scalar; None without ``norm``.
         """
         layout, checks = self.params.layout, self.scales.check
-        if not layout.groups:
-            groups = self.ddp.groups() if checks else []
-            if groups:
-                self.flags.agree(groups)
-            return None
-        if not checks and norm is None:
-            return None
-        flags = self.flags.all() if checks else torch.empty(0, device=self.device)
-        numbers = [flags.double(), *([] if norm is None else [norm.power.to(self.device).reshape(1)])]
-        found = layout.exchange(torch.cat(numbers), greatest=norm is not None and norm.is_greatest)
-        if checks:
+        if layout.groups and (checks or norm is not None):
+            flags = self.flags.all()
+            power = [] if norm is None else [norm.power.to(self.device).reshape(1)]
+            found = layout.exchange(torch.cat([flags.double(), *power]), norm is not None and norm.is_greatest)
             # a sum of flags is no flag
             self.flags.take(found[: len(flags)].clamp(max=1).float())
-        return None if norm is None else norm.of_all(found[-1])
+            return None if norm is None else norm.of_all(found[-1])
+        if checks and not layout.groups:
+            self.flags.agree(self.ddp.groups(self.weights))
+        return None
 
     def settle_buffers(self, flag: Tensor | None) -> None:
         """The step is taken, or skipped where ``flag`` is up: what forward calls did to buffers stays, or is undone.
 
         Those of all models of the training: losses may have gone through each.
         """
-        found = list(self.snapshots)
-        for other in self.others:
-            found += other.snapshots
+        found = [snapshot for each in (self, *self.others) for snapshot in each.snapshots]
         for snapshot in dict.fromkeys(found):
             snapshot.settle(flag)
 
@@ -349,12 +319,10 @@ class Engine:
         """
         self.monitor.review(infos, self.scales.describe, len(self.scales.scalers) == 1, self.label)
 
-    def has_waiting(self, ids: Iterable[int]) -> bool:
+    def has_waiting(self, ids: Container[int]) -> bool:
         """Whether any of these weights, by id, has a gradient that waits for a step."""
-        chosen, found = set(ids), zip(self.weights(), self.params.parameters())
-        return self.is_accumulating and any(
-            weight.grad is not None or stepped.grad is not None for weight, stepped in found if id(weight) in chosen
-        )
+        pairs = zip(self.weights(), self.params.parameters())
+        return self.is_accumulating and unscale.have_any([p for pair in pairs if id(pair[0]) in ids for p in pair])
 
     # -- clearing ----------------------------------------------------------------------------------------------------
 
@@ -368,16 +336,16 @@ class Engine:
         """
         optimizer = self.optimizer
         assert optimizer is not None
-        self._drop_flags()
+        self.drop_flags()
         (own or optimizer.zero_grad)(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
         if self.stage is not Stage.DETACHED:
             self.stage = Stage.READY
 
-    def _drop_flags(self) -> None:
-        """Gradients are cleared without a step: shared loss scales learn from them all the same."""
+    def drop_flags(self) -> None:
+        """Forget flags: gradients are cleared without a step. Shared loss scales learn from them all the same."""
         learns = self.scales.are_shared and any(self.flags.used) and self.gradients.kept_by_fsdp is None
-        if learns and not self.ddp.is_local():
+        if learns and not self.ddp.is_local(self.weights):
             if self.params.layout.groups:
                 self.agree()
             self.scales.update(self.flags, self.device)

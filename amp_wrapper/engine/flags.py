@@ -100,10 +100,10 @@ class Flags:
         Args:
             groups: One after the other; each rank calls this with the same ones.
         """
-        flags = self.all()
         for group in groups:
+            flags = self.all()
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
-        self.take(flags)
+            self.take(flags)
 
     def all(self) -> Tensor:
         """All flags, float32, one-dimensional, for an exchange with other ranks: as many on each of them."""
@@ -141,7 +141,8 @@ class StepResult:
             :meth:`was_skipped` does.
         info: float32 tensor of eight on the device, of :func:`amp_wrapper.ops.step_prologue`; None where nothing was
             scaled, checked or clipped.
-        shows: Which of ``grad_norm``, ``loss_scale`` and ``skips`` there are.
+        shows: Which of the :data:`COLUMNS` of ``info`` mean something: ``grad_norm``, before clipping (NaN at a skipped step),
+            ``loss_scale`` after the step, ``skips`` so far.
     """
 
     skipped: bool | None
@@ -153,25 +154,6 @@ class StepResult:
         if self.skipped is not None:
             return self.skipped
         return self.info is not None and bool(self.info[SKIP] > 0)
-
-    def _number(self, name: str) -> Tensor | None:
-        return None if self.info is None or name not in self.shows else self.info[COLUMNS[name]]
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Norm before clipping, a float32 scalar on the device; None without norm clipping and for a step that is known to
-        be skipped, NaN for one that is not known to be."""
-        return None if self.skipped else self._number('grad_norm')
-
-    @property
-    def loss_scale(self) -> Tensor | None:
-        """The scale after the step, a float32 scalar on the device; None where it does not move."""
-        return self._number('loss_scale')
-
-    @property
-    def skips(self) -> Tensor | None:
-        """Steps skipped so far, a float32 scalar on the device; None where nothing is checked."""
-        return self._number('skips')
 
 
 def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
@@ -186,14 +168,11 @@ def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Ten
     Returns:
         float32 (8,) on the device of the first that is there.
     """
-    first = next(value for value in (skip, norm, scale) if value is not None)
-    one = torch.ones((), dtype=torch.float32, device=first.device)
-    nothing = torch.full_like(one, torch.nan)
-    shown = nothing if norm is None else norm.detach().to(one)
-    if skip is not None:
-        shown = torch.where(skip > 0, nothing, shown)
-    skipped = torch.zeros_like(one) if skip is None else skip
-    unlimited = torch.full_like(one, torch.inf)
+    device = next(value.device for value in (skip, norm, scale) if value is not None)
+    nothing = torch.full((), torch.nan, dtype=torch.float32, device=device)
+    one, unlimited = torch.ones_like(nothing), torch.full_like(nothing, torch.inf)
+    skipped = torch.zeros_like(nothing) if skip is None else skip
+    shown = nothing if norm is None else torch.where(skipped > 0, nothing, norm.detach().to(nothing))
     return torch.stack([skipped, one, one, unlimited, shown, scale, counts[1].float(), counts[2].float()])
 
 
@@ -232,11 +211,8 @@ class SkipMonitor:
     """
 
     def __init__(self, limit: int | None, verbosity: int, falls: bool) -> None:
-        self._limit = limit
-        self._falls = falls
-        self._verbosity = verbosity
-        self._streak = 0
-        self._unseen = 0
+        self._limit, self._verbosity, self._falls = limit, verbosity, falls
+        self.start(0)
 
     @property
     def must_wait(self) -> bool:
@@ -267,7 +243,7 @@ class SkipMonitor:
         Returns:
             Whether the limit is reached.
         """
-        self._streak, self._unseen = streak, 0
+        self.start(streak)
         if not skipped:
             return False
         if self._limit is not None and streak >= self._limit:
@@ -276,11 +252,9 @@ class SkipMonitor:
         if self._verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
             is_start = self._falls and skips == streak <= 5
             usual = ', as is usual until a dynamic loss scale fits' if is_start else ''
-            logger.log(
-                logging.INFO if is_start else logging.WARNING,
-                f'amp: {label + ": " if label else ""}non-finite gradients{usual}: optimizer step skipped ({skips} so far, '
-                f'{streak} in a row); loss scale now {scale()}',
-            )
+            text = f'amp: {label + ": " if label else ""}non-finite gradients{usual}: optimizer step skipped'
+            log = logger.info if is_start else logger.warning
+            log(f'{text} ({skips} so far, {streak} in a row); loss scale now {scale()}')
         return False
 
     def review(
@@ -303,4 +277,4 @@ class SkipMonitor:
             self._unseen = unseen - count
         if not unseen:
             # a later step was waited for
-            self._streak, self._unseen = streak, 0
+            self.start(streak)

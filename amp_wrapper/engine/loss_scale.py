@@ -15,11 +15,14 @@ from ..checkpoint.format import check_scaler_state
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..policy.levels import LossScaleConfig
+from ..policy.nested import HALF_TYPES
 from ..policy.options import is_whole
 from .flags import Flags
 
 #: The floor of a scale that has none: the smallest normal number.
 _TINY = torch.finfo(torch.float32).tiny
+#: The names in files, GradScaler's where it has them: of the rule, which is not taken over, and of the counts.
+_RULE, _COUNTS = ('growth_factor', 'backoff_factor', 'growth_interval'), ('steps', 'skips', 'consecutive_skips')
 
 
 class LossScaler:
@@ -49,51 +52,36 @@ class LossScaler:
         self.config = config
         self.checks = config.enabled and (config.dynamic or check)
         start = config.init_scale if config.enabled else 1.0
-        self._scale = torch.tensor(start, dtype=torch.float32)
+        #: float32 scalar, a live tensor.
+        self.current_scale = torch.tensor(start, dtype=torch.float32)
         self._growth_tracker = torch.zeros((), dtype=torch.int32)
         self._hysteresis_tracker = torch.tensor(config.hysteresis, dtype=torch.int32)
-        self._counts = torch.zeros(3, dtype=torch.int64)
-        self._rule = (
-            config.growth_factor,
-            config.backoff_factor,
-            config.growth_interval,
-            config.hysteresis,
-            _TINY if config.min_scale is None else config.min_scale,
-            math.inf if config.max_scale is None else config.max_scale,
-        )
-        # known on the host, since a static scale never moves: 1.0 costs no multiplication anywhere
-        #: Whether the scale is 1 for good, so that scaling and unscaling can be left out.
-        self.is_one = not config.enabled or (not config.dynamic and start == 1.0)
+        #: int64 tensor of three: steps decided on, steps skipped, skips in a row up to now.
+        self.counts = torch.zeros(3, dtype=torch.int64)
+        floor = _TINY if config.min_scale is None else config.min_scale
+        ceiling = math.inf if config.max_scale is None else config.max_scale
+        self._rule = (*(getattr(config, key) for key in _RULE), config.hysteresis, floor, ceiling)
+        #: Whether the scale is 1 for good. That is known on the host, and costs no multiplication anywhere.
+        self.is_one = config.is_one
         #: Whether the scale moves.
         self.is_dynamic = config.enabled and config.dynamic
 
-    @property
-    def current_scale(self) -> Tensor:
-        """The scale, a float32 scalar on the device; a live tensor, not a copy."""
-        return self._scale
-
-    @property
-    def counts(self) -> Tensor:
-        """int64 tensor of three on the device: steps decided on, steps skipped, skips in a row up to now."""
-        return self._counts
-
     def get_scale(self) -> float:
-        """The present scale as a number. Syncs."""
-        return float(self._scale)
+        """Return the present scale as a number. Syncs."""
+        return float(self.current_scale)
 
     def is_enabled(self) -> bool:
-        """Whether this scaler does anything."""
+        """Return whether this scaler does anything."""
         return self.config.enabled
 
     def to(self, device: torch.device) -> None:
         """Move the state to ``device``."""
-        self._scale = self._scale.to(device)
-        self._growth_tracker = self._growth_tracker.to(device)
-        self._hysteresis_tracker = self._hysteresis_tracker.to(device)
-        self._counts = self._counts.to(device)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
 
     def scale(self, loss: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The loss times the scale.
+        """Multiply a loss by the scale.
 
         Args:
             loss: Floating tensor of any shape.
@@ -104,81 +92,60 @@ class LossScaler:
         """
         if self.is_one:
             return loss
-        if loss.dtype in (torch.float16, torch.bfloat16):
+        if loss.dtype in HALF_TYPES:
             # a 16-bit product would overflow before the gradients do
             loss = loss.float()
-        return loss * (self._scale if scale is None else scale).to(loss.device)
+        return loss * (self.current_scale if scale is None else scale).to(loss.device)
 
     def inverse_scale(self) -> Tensor | None:
-        """float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""
-        return None if self.is_one else self._scale.reciprocal()
+        """Return the float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""
+        return None if self.is_one else self.current_scale.reciprocal()
 
     def prologue(self, moves: bool) -> dict[str, Any]:
-        """What :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, to move it and to count.
+        """Return what :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, to move it and to count.
 
         Args:
             moves: Whether the step moves the scale, where it is dynamic.
         """
-        words: dict[str, Any] = {} if self.is_one else {'scale': self._scale}
+        words: dict[str, Any] = {} if self.is_one else {'scale': self.current_scale}
         if self.checks:
-            words['counts'] = self._counts
+            words['counts'] = self.counts
         if self.is_dynamic and moves:
             trackers = {'growth_tracker': self._growth_tracker, 'hysteresis_tracker': self._hysteresis_tracker}
             words |= {**trackers, 'rule': self._rule}
         return words
 
-    def count_step(self, skipped: Tensor) -> None:
-        """Count one optimizer step.
+    def update(self, skipped: Tensor, overflowed: Tensor | None, counts: bool = True) -> None:
+        """Count one optimizer step, taken or skipped, and move a dynamic scale and its trackers.
 
         Args:
-            skipped: float32 scalar on the same device: 1.0 where the step was skipped, for this loss or another.
+            skipped: float32 scalar on any device: 1.0 where the step was skipped, for this loss or another.
+            overflowed: Likewise, whether this loss overflowed; None where it took no part, so that the scale stays.
+            counts: Whether the step is to be counted.
         """
-        if not self.checks:
-            return
-        left_out = skipped.to(torch.int64)
-        steps, skips, streak = self._counts.unbind()
-        steps.add_(1)
-        skips.add_(left_out)
-        streak.add_(1).mul_(left_out)
-
-    def update(self, found_inf: Tensor, skipped: Tensor | None = None) -> None:
-        """Move scale, trackers and counters after one optimizer step, taken or skipped.
-
-        Args:
-            found_inf: float32 scalar on the same device, 0.0 or 1.0: whether this loss overflowed.
-            skipped: Likewise, whether the step was skipped, where other losses have a say; None for ``found_inf``.
-        """
-        if self.checks:
-            self.count_step(found_inf if skipped is None else skipped)
-            if self.is_dynamic:
-                self.move(found_inf)
-
-    def move(self, found_inf: Tensor) -> None:
-        """Move a dynamic scale and its trackers after one optimizer step, taken or skipped.
-
-        Args:
-            found_inf: As for :meth:`update`.
-        """
-        ops.update_scale(self._scale, self._growth_tracker, self._hysteresis_tracker, found_inf, *self._rule)
+        if overflowed is not None and self.is_dynamic:
+            flag = overflowed.to(self.current_scale.device)
+            ops.update_scale(self.current_scale, self._growth_tracker, self._hysteresis_tracker, flag, *self._rule)
+        if counts and self.checks:
+            left_out = skipped.to(self.counts)
+            steps, skips, streak = self.counts.unbind()
+            steps.add_(1)
+            skips.add_(left_out)
+            streak.add_(1).mul_(left_out)
 
     def state_dict(self) -> dict[str, Any]:
-        """State in ``torch.amp.GradScaler``'s key names, and further keys that it ignores. Syncs.
+        """Return the state in ``torch.amp.GradScaler``'s key names, and further keys that it ignores. Syncs.
 
         Returns:
             Plain numbers only; the hyper-parameters are there for ``GradScaler`` and for readers.
         """
-        steps, skips, streak = self._counts.tolist()
         return {
             'scale': self.get_scale(),
-            'growth_factor': self.config.growth_factor,
-            'backoff_factor': self.config.backoff_factor,
-            'growth_interval': self.config.growth_interval,
+            **{key: getattr(self.config, key) for key in _RULE},
             '_growth_tracker': int(self._growth_tracker),
             'hysteresis_tracker': int(self._hysteresis_tracker),
             'dynamic': self.config.dynamic,
-            'steps': steps,
-            'skips': skips,
-            'consecutive_skips': streak,
+            **dict(zip(_COUNTS, self.counts.tolist())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -199,33 +166,24 @@ class LossScaler:
             return ['the saved loss scaler was disabled: the scale starts as configured']
         if not self.config.enabled:
             return ['the saved loss scale is not used: loss scaling is off in this configuration']
-        dropped = []
-        was_dynamic = state.get('dynamic', True)
-        if self.config.dynamic and was_dynamic:
+        saved, config, was_dynamic = state['scale'], self.config, state.get('dynamic', True)
+        moves = config.dynamic and was_dynamic
+        if moves:
             # torch takes no whole number beyond 64 bits, though float32 could hold it
-            self._scale.fill_(float(state['scale']))
+            self.current_scale.fill_(float(saved))
             self._growth_tracker.fill_(state['_growth_tracker'])
-            self._hysteresis_tracker.fill_(state.get('hysteresis_tracker', self.config.hysteresis))
-            if float(state['scale']) != self.get_scale():
-                dropped.append(f'the saved loss scale {state["scale"]!r} was rounded to float32')
-        elif self.config.dynamic:
-            dropped.append(
-                f'the saved loss scale {state["scale"]:g} was static: the dynamic one starts at {self.config.init_scale:g}'
-            )
-        elif was_dynamic or state['scale'] != self.get_scale():
-            dropped.append(
-                f'the saved loss scale {state["scale"]:g} is not used: the configured one is {self.config.init_scale:g}'
-            )
-        counts = [state.get(key, 0) for key in ('steps', 'skips', 'consecutive_skips')]
-        self._counts.copy_(torch.tensor(counts))
-        changed = [
-            f'{key} {state[key]!r} -> {getattr(self.config, key)!r}'
-            for key in ('growth_factor', 'backoff_factor', 'growth_interval')
-            if self.config.dynamic and key in state and state[key] != getattr(self.config, key)
-        ]
-        if changed:
-            dropped.append(f'the rule of the loss scale follows the configuration: {", ".join(changed)}')
-        return dropped
+            self._hysteresis_tracker.fill_(state.get('hysteresis_tracker', config.hysteresis))
+        self.counts.copy_(torch.tensor([state.get(key, 0) for key in _COUNTS]))
+        mine = {key: getattr(config, key) for key in _RULE}
+        changed = [f'{key} {state[key]!r} -> {mine[key]!r}' for key in _RULE if state.get(key, mine[key]) != mine[key]]
+        differs, start = saved != self.get_scale(), f'{config.init_scale:g}'
+        is_static, is_unused = config.dynamic and not moves, not config.dynamic and (was_dynamic or differs)
+        notes = {
+            f'the saved loss scale {saved:g} was static: the dynamic one starts at {start}': is_static,
+            f'the saved loss scale {saved:g} is not used: the configured one is {start}': is_unused,
+            f'the rule of the loss scale follows the configuration: {", ".join(changed)}': config.dynamic and changed,
+        }
+        return [note for note, holds in notes.items() if holds]
 
 
 class LossScales:
@@ -253,7 +211,7 @@ class LossScales:
         # scales of several engines do not count the steps of one
         self.steps = first if shared is None else LossScaler(LossScaleConfig(False, 1.0), first.checks)
         # the losses that the last update was for
-        self._updated: tuple[int, ...] = ()
+        self._updated: list[int] = []
 
     def of(self, loss_id: int) -> LossScaler:
         """The scale of a loss.
@@ -267,15 +225,14 @@ class LossScales:
             )
         return self.scalers[loss_id]
 
-    def current(self, loss_id: int) -> Tensor | None:
-        """The present scale of a loss, a float32 scalar; a live tensor. None for 1."""
-        scaler = self.of(loss_id)
-        return None if scaler.is_one else scaler.current_scale
-
     def pinned(self, loss_id: int) -> Tensor | None:
-        """As :meth:`current`, for a backward pass: another engine may step before it is through, and move a shared scale."""
-        scale = self.current(loss_id)
-        return scale.clone() if scale is not None and self.are_shared else scale
+        """Return the scale of a loss for a backward pass, a float32 scalar; None for 1.
+
+        It stays as it is where another engine steps before the pass is through, and moves a shared scale.
+        """
+        scaler = self.of(loss_id)
+        scale = scaler.current_scale.clone() if self.are_shared else scaler.current_scale
+        return None if scaler.is_one else scale
 
     def to(self, device: torch.device) -> None:
         """Move the state to ``device``."""
@@ -283,7 +240,7 @@ class LossScales:
             scaler.to(device)
 
     def update(self, flags: Flags, device: torch.device, is_counted: bool = False) -> None:
-        """After a step, taken or skipped: move the scales of the losses that took part, and count the step.
+        """Move the scales of the losses that took part in a step, taken or skipped, and count it.
 
         Args:
             flags: The flags of the step; cleared.
@@ -292,19 +249,14 @@ class LossScales:
         """
         worst = flags.skipped()
         skipped = torch.zeros((), device=device) if worst is None else worst
-        self._updated = tuple(index for index, used in enumerate(flags.used) if used)
-        for index in self._updated:
-            # a step is skipped for all losses; a scale moves only for a loss that took part
-            scaler = self.scalers[index]
-            if scaler.is_dynamic:
-                scaler.move(flags.of(index).to(scaler.current_scale.device))
-        # scales of several engines count only their own steps
-        counting = [self.scalers[index] for index in self._updated] if self.are_shared else list(self.scalers)
+        self._updated = [index for index, used in enumerate(flags.used) if used]
+        for index, scaler in enumerate(self.scalers):
+            # a step is skipped for all losses; a scale moves only for a loss that took part, and shared ones count for those
+            used = flags.used[index]
+            counts = not (is_counted and scaler is self.steps) and (used or not self.are_shared)
+            scaler.update(skipped, flags.of(index) if used else None, counts)
         if self.are_shared:
-            counting.append(self.steps)
-        for scaler in counting:
-            if scaler.checks and not (is_counted and scaler is self.steps):
-                scaler.count_step(skipped.to(scaler.counts.device))
+            self.steps.update(skipped, None, not is_counted)
         flags.clear()
 
     def describe(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -24,13 +24,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise AmpConfigError([f'optimizer={optimizer!r} must be a torch.optim.Optimizer.'])
     if isinstance(optimizer, LBFGS):
         raise AmpAttachError(
-            'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '
-            'cannot follow: choose a first-order optimizer, or enabled=False.'
+            'LBFGS evaluates the model several times a step, beside any loss scale: choose another, or enabled=False.'
         )
     if torch_internals.is_zero(optimizer) and torch_internals.overlaps_with_ddp(optimizer):
         raise AmpAttachError(
-            'ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside of the backward pass, where gradients are scaled and '
-            'unchecked: leave overlap_with_ddp out.'
+            'ZeroRedundancyOptimizer(overlap_with_ddp=True) steps scaled gradients: leave overlap_with_ddp out.'
         )
 
 
@@ -42,46 +40,30 @@ def check_steps_split(optimizer: Optimizer) -> None:
     """
     if not getattr(type(optimizer), 'supports_split_weights', False):
         raise AmpAttachError(
-            f"master_weights='split' with {type(optimizer).__name__}: only FusedAdam, FusedAdamW and FusedSGD of amp_wrapper "
-            f'step a weight and its remainder together. Use one of them, or master_weights=True.'
+            f"master_weights='split' with {type(optimizer).__name__}: take FusedAdam, FusedAdamW or FusedSGD, or write True."
         )
 
 
-def check_shared(
-    weights: Sequence[Tensor], others: Iterable[Sequence[Tensor]], names: Mapping[int, str] | None = None
-) -> None:
-    """Refuse parameters that two optimizers step: which of two loss scales their gradients carry could not be known.
+def check_once(stepped: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
+    """Refuse parameters that are stepped twice, by two optimizers or by one.
+
+    Which of two loss scales their gradients carry could not be known; in one, they would be unscaled twice, and have two
+    masters.
 
     Args:
-        weights: Of one optimizer.
-        others: Of each of the others.
+        stepped: The weights of each optimizer.
         names: Of the model's parameters, by id.
 
     Raises:
         AmpAttachError: Names the parameters. Nothing has been changed.
     """
-    mine = {id(weight): weight for weight in weights}
-    both = [weight for other in others for weight in other if id(weight) in mine]
-    if both:
-        shown = [(names or {}).get(id(weight), f'one of shape {tuple(weight.shape)}') for weight in both]
-        raise AmpAttachError(
-            f'{len(both)} parameters are stepped by two optimizers ({some(shown)}): give each parameter to one of them; losses '
-            f'of the others reach it all the same.'
-        )
-
-
-def check_once(optimizer: Optimizer, weights: Sequence[Tensor], names: Mapping[int, str]) -> None:
-    """Refuse an optimizer that has a parameter twice: its gradient would be unscaled twice, and have two masters.
-
-    Raises:
-        AmpAttachError: Names the parameters. Nothing has been changed.
-    """
-    counts = Counter(map(id, weights))
-    twice = [names.get(key, f'one with the id {key}') for key, count in counts.items() if count > 1]
+    found = {id(weight): weight for weights in stepped for weight in weights}
+    counts = Counter(id(weight) for weights in stepped for weight in weights)
+    twice = [names.get(key, f'one of shape {tuple(found[key].shape)}') for key, count in counts.items() if count > 1]
     if twice:
         raise AmpAttachError(
-            f'{type(optimizer).__name__} has parameters twice ({some(twice)}): give it each of them once, such as '
-            f'{{id(p): p for p in parameters}}.values().'
+            f'{len(twice)} parameters are stepped by two optimizers, or twice by one ({some(twice)}): give each of them once, '
+            f'{{id(p): p for p in parameters}}.values(), and to one optimizer; losses of the others reach it all the same.'
         )
 
 
@@ -89,7 +71,7 @@ def check_owners(
     optimizers: Sequence[Optimizer],
     models: Sequence[nn.Module],
     elsewhere: Iterable[Tensor] = (),
-    is_known: Callable[[Tensor], bool] = lambda parameter: False,
+    known: Container[int] = (),
     casts: bool = False,
 ) -> None:
     """Refuse optimizers that were made from another model, or from a copy, while weights of the models are trained by nobody.
@@ -102,7 +84,7 @@ def check_owners(
         optimizers: Those handed over.
         models: Those handed over; without any, all is well.
         elsewhere: What other optimizers step.
-        is_known: Whether a parameter belongs to a model that was handed over before.
+        known: The parameters, by id, of models that were handed over before.
         casts: Whether weights of the models are about to become 16-bit.
 
     Raises:
@@ -113,7 +95,7 @@ def check_owners(
     idle = [weight for key, weight in weights.items() if weight.requires_grad and key not in stepped]
     for optimizer in optimizers if idle else ():
         own = parameters_of(optimizer)
-        outside = [p for p in own if id(p) not in weights and not is_known(p)]
+        outside = [p for p in own if id(p) not in weights and id(p) not in known]
         shapes, theirs = Counter(p.shape for p in outside), Counter(weight.shape for weight in idle)
         is_alone = len(outside) == len(own) and all(isinstance(p, nn.Parameter) for p in own)
         is_copy = shapes == theirs or (is_alone and (shapes <= theirs or stepped.isdisjoint(weights)))

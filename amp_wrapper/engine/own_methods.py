@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 
 from ..compiler_internals import untraced
 from ..errors import AmpUsageError
-from ..ops.attributes import same
 from .engine import Engine
 
 
@@ -54,28 +52,27 @@ def put_in_front(optimizer: Optimizer, name: str, front: Callable[..., Any]) -> 
             form and every copy are those of a plain optimizer. Schedulers that came before stay inside, those that come later
             go around.
         name: Of the method.
-        front: Takes the optimizer's own method, and the positional and the named arguments of a call.
+        front: Takes the optimizer's own method, and the arguments of a call.
     """
     own: Any = getattr(optimizer, name)
-    function = own.__func__ if getattr(own, '__self__', None) is optimizer else None
     # a scheduler's wrapper is a function of its own, without the object
-    rest = own if function is None else None
+    function: Any = own.__func__ if getattr(own, '__self__', None) is optimizer else staticmethod(own)
 
     @untraced
-    @functools.wraps(function or own)
+    @functools.wraps(getattr(own, '__func__', own))
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return front(MethodType(function, self) if function is not None else rest, args, kwargs)
+        return front(function.__get__(self), *args, **kwargs)
 
     setattr(optimizer, name, _FrontMethod(method, optimizer, own))
 
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that another one holds as attributes, and that step its very groups; theirs too, outermost first."""
-    found = [optimizer]
+    found, groups = [optimizer], list(map(id, optimizer.param_groups))
     # it grows meanwhile; two may hold each other
     for each in found:
         for value in vars(each).values():
-            if isinstance(value, Optimizer) and value not in found and same(value.param_groups, optimizer.param_groups):
+            if isinstance(value, Optimizer) and value not in found and list(map(id, value.param_groups)) == groups:
                 found.append(value)
     return found[1:]
 
@@ -90,16 +87,14 @@ def refuse_direct_steps(engine: Engine) -> None:
     assert optimizer is not None
     kind = type(optimizer).__name__
 
-    def step(own_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(own_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         found = reference()
-        if found is None or found.in_own_step or not found.awaits_step:
-            return own_step(*args, **kwargs)
-        raise AmpUsageError(
-            f'{kind}.step() beside the wrapper that holds the optimizer: the gradients of its backward() carry the loss scale, '
-            f'or have not come to the FP32 masters yet. Call optim_wrapper.step() or optim_wrapper.update_params(loss). '
-            f'Optimizers whose steps have parts of their own, as first_step() and second_step() of SAM, train through '
-            f'amp.initialize(model, optimizer) and amp.scale_loss.'
-        )
+        if found is not None and found.awaits_step and not found.in_own_step:
+            raise AmpUsageError(
+                f'{kind}.step() beside the wrapper that holds it, whose gradients carry a scale or are not at masters yet: '
+                f'call optim_wrapper.step(). Steps in two parts, as those of SAM, train through amp.initialize.'
+            )
+        return own_step(*args, **kwargs)
 
     for each in (optimizer, *inside(optimizer)):
         put_in_front(each, 'step', step)

@@ -16,10 +16,9 @@ from ..checkpoint import report
 from ..distributed_internals import hold_back
 from ..errors import AmpCheckpointError
 from ..policy.nested import parameters_of
-from ..shards import any_sharded, is_sharded, shard_like
+from ..shards import is_sharded, shard_like
 from .ddp import has_several_processes
 from .engine import Engine, Stage
-from .optimizer_state import keep_scalar_state
 
 #: Integrations decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
@@ -42,17 +41,13 @@ def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
         return None
     # shards are averages, unless somebody waits with that; what is unscaled has left flags on its rank
     shared = bool(engine.shard_groups) and not hold_back(engine.shard_groups) and not engine.gradients.after_each_pass
-    if has_several_processes() and not engine.ddp.same_everywhere() and not shared:
-        _say(
-            engine,
-            logging.WARNING,
-            'amp: saved in the middle of an accumulation of several processes: the gradients so far are '
-            'not in the checkpoint. Save after a step for an exact resume.',
-        )
+    if has_several_processes() and not engine.ddp.same_everywhere(engine.weights) and not shared:
+        if engine.policy.verbosity >= 1:
+            logger.warning('amp: gradients of several processes that wait for a step are not saved: save after a step.')
         return None
     found, of_others = engine.flags.state()
     buffers = {name: copy for snapshot in engine.snapshots for name, copy in snapshot.state().items()}
-    saved, unscaled = engine.gradients.save(engine.lists()), engine.gradients.after_each_pass
+    saved, unscaled = engine.gradients.save(engine.params.lists()), engine.gradients.after_each_pass
     return checkpoint.Window(saved, unscaled, list(engine.flags.used), found, of_others, buffers)
 
 
@@ -88,7 +83,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
         dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
         return report.describe(saved, policy, [], dropped)
     if 'param_groups' in saved.optimizer:
-        keep_scalar_state(optimizer, saved.optimizer)
+        _keep_scalar_state(optimizer, saved.optimizer)
     engine.pending = None
     if engine.attached:
         engine.zero_grad()
@@ -109,22 +104,36 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
 
 
 def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A deep copy of an optimizer's state dict, with shards in place of whole tensors where its parameters are sharded."""
-    parameters = parameters_of(optimizer)
-    if 'param_groups' not in saved or not any_sharded(parameters):
+    """Make a deep copy of an optimizer's state dict, with shards in place of whole tensors where its parameters are sharded."""
+    if 'param_groups' not in saved:
         return copy.deepcopy(dict(saved))
-    keys = [key for group in saved['param_groups'] for key in group['params']]
-    state = dict(saved['state'])
-    for key, parameter in zip(keys, parameters):
-        if is_sharded(parameter) and key in state:
-            state[key] = {
-                name: shard_like(value, parameter)
-                if isinstance(value, Tensor) and not is_sharded(value) and value.shape == parameter.shape
-                else copy.deepcopy(value)
-                for name, value in state[key].items()
-            }
-    rest = {name: value for name, value in saved.items() if name != 'state'}
-    return {**copy.deepcopy(rest), 'state': state}
+    parameters, state = _by_key(saved, optimizer), {}
+    for key, values in saved['state'].items():
+        state[key] = {name: _fitted(value, parameters.get(key)) for name, value in values.items()}
+    return {**copy.deepcopy({name: value for name, value in saved.items() if name != 'state'}), 'state': state}
+
+
+def _by_key(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
+    """Find the parameter that each key of a state dict is about."""
+    return dict(zip([key for group in saved['param_groups'] for key in group['params']], parameters_of(optimizer)))
+
+
+def _fitted(value: Any, parameter: Tensor | None) -> Any:
+    is_whole = isinstance(value, Tensor) and not is_sharded(value)
+    if parameter is not None and is_sharded(parameter) and is_whole and value.shape == parameter.shape:
+        return shard_like(value, parameter)
+    return copy.deepcopy(value)
+
+
+def _keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give scalar state of 16-bit parameters back the type it was saved in, which torch casts while loading."""
+    for key, parameter in _by_key(saved, optimizer).items():
+        # ZeroRedundancyOptimizer has None for what other ranks step
+        state = optimizer.state.get(parameter) or {}
+        for name, value in saved['state'].get(key, {}).items():
+            now, is_scalar = state.get(name), isinstance(value, Tensor) and value.shape != parameter.shape
+            if is_scalar and isinstance(now, Tensor) and now.dtype != value.dtype:
+                state[name] = value.detach().to(now.device, copy=True)
 
 
 def restore_accumulation(engine: Engine, window: checkpoint.Window) -> None:
@@ -135,18 +144,10 @@ def restore_accumulation(engine: Engine, window: checkpoint.Window) -> None:
         scale = engine.scales.first.get_scale()
         factor = 1 / scale if unscales else scale
         saved = [None if gradient is None else gradient.float() * factor for gradient in saved]
-    engine.gradients.restore(saved, engine.lists())
+    engine.gradients.restore(saved, engine.params.lists())
     engine.flags.restore(window.used, window.found_inf, window.foreign_found_inf)
     for snapshot in engine.snapshots:
         snapshot.load(window.buffers)
     engine.stage = Stage.ACCUMULATING
-    _say(
-        engine,
-        logging.INFO,
-        'amp: the gradients of an unfinished accumulation were in the checkpoint and are back: nothing of it is lost',
-    )
-
-
-def _say(engine: Engine, level: int, line: str) -> None:
     if engine.policy.verbosity >= 1:
-        logger.log(level, line)
+        logger.info('amp: the gradients of an unfinished accumulation were in the checkpoint and are back')

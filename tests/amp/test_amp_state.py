@@ -141,15 +141,14 @@ def test_state_has_the_form_of_apex() -> None:
 
 
 def test_another_number_of_scales_is_taken_as_far_as_it_goes_with_a_warning(log: list[str]) -> None:
-    words = {0: ['the state is empty'], 3: []}
     for count in (0, 1, 3, 4):
         _, optimizer = initialised('O2', num_losses=3, verbosity=1)
         log.clear()
         state = {f'loss_scaler{i}': {'loss_scale': 2.0 ** (i + 3), 'unskipped': 7} for i in range(count)}
         amp.load_state_dict(state, optimizers=optimizer)
         assert scales(optimizer, 3) == [2.0**3, 2.0**4, 2.0**5][:count] + [2.0**16] * (3 - count)
-        wanted = words.get(count, [f'holds {count} loss scales, and 3 are configured'])
-        assert len(log) == len(wanted) and all(word in line for word, line in zip(wanted, log))
+        wanted = [] if count == 3 else [True]
+        assert [f'{count} loss scales were saved, and 3 are configured' in line for line in log] == wanted
     for level in ('O0', 'O3', 'O4', 'O5'):
         _, optimizer = initialised(level, verbosity=1)
         log.clear()

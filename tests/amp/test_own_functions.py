@@ -288,7 +288,7 @@ def test_wrapped_optimizer_trains_as_fp32(handle: Any, num_loss: int) -> None:
         losses = [math.inf if index == bad else SMALL for index in range(num_loss)]
         assert play(model, optimizer, optimizer.scale_loss, losses) == wanted
         assert amp.loss_scale(plain, loss_id=bad) == 2.0**15 and amp.skipped_steps(plain) == bad + 1
-    with pytest.raises(AmpUsageError, match=f'num_loss={num_loss + 1}'):
+    with pytest.raises(AmpUsageError, match=f'num_losses={num_loss}'):
         play(model, optimizer, optimizer.scale_loss, [SMALL] * (num_loss + 1))
 
 
@@ -339,7 +339,7 @@ def test_wrong_arguments_of_init_turn_nothing_on() -> None:
 
 def test_wrong_optimizers_and_numbers_of_losses_are_named(handle: Any) -> None:
     plain = trained()[1]
-    with pytest.raises(AmpConfigError, match='num_loss=0'):
+    with pytest.raises(AmpConfigError, match='num_losses=0'):
         handle.wrap_optimizer(plain, 0)
     handle.wrap_optimizer(plain)
     with pytest.raises(AmpAttachError, match='initialised already'):

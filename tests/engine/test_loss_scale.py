@@ -194,7 +194,7 @@ NOTES: list[tuple[Any, dict[str, Any], str, float]] = [
     (RULE, {'dynamic': False}, 'static', 512.0),
     (8.0, {}, 'not used', 8.0),
     ({**RULE, 'growth_interval': 9}, {}, 'growth_interval 7 -> 9', 128.0),
-    (RULE, {'scale': 0.1}, 'rounded', float(np.float32(0.1))),
+    (RULE, {'scale': 0.1}, '', float(np.float32(0.1))),
     # torch makes no tensor of a whole number above 2**63
     (RULE, {'scale': 2**64}, '', 2.0**64),
 ]

@@ -22,7 +22,7 @@ MASTERS = ('O2', 'O5')
 #: One level of each kind: nothing, autocast, float16 weights with masters and a scale, bfloat16 weights.
 KINDS = ('O0', 'O1', 'O2', 'O5')
 #: Ways of scripts to clear gradients.
-CLEARS = ('optimizer', 'optimizer, to zeros', 'model', 'None')
+CLEARS = ('optimizer', 'optimizer, to zeros', 'model', 'None', 'model, to zeros')
 
 
 class Curved(nn.Module):
@@ -93,8 +93,8 @@ def backward(
 def clear(how: str, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
     for optimizer in optimizers if how.startswith('optimizer') else ():
         optimizer.zero_grad(set_to_none='zeros' not in how)
-    for model in models if how == 'model' else ():
-        model.zero_grad()
+    for model in models if how.startswith('model') else ():
+        model.zero_grad(set_to_none='zeros' not in how)
     for parameter in [p for model in models for p in model.parameters()] if how == 'None' else ():
         parameter.grad = None
 

@@ -1,19 +1,70 @@
-"""The backward passes of one optimizer's losses, whoever runs them: the loss is scaled, and gradients come home."""
+"""The passes of one optimizer's losses: a forward call has its casts, a loss is scaled, and gradients come home."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..compiler_internals import untraced
+from ..casting import region
+from ..casting.modules import module_device
+from ..compiler_internals import eager_block, untraced
 from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
+from ..policy import said_once
 from .engine import Engine, Stage
 from .unscale import NO_GRAPH
+
+
+@untraced
+def before_forward(engine: Engine, model: nn.Module) -> None:
+    """Let weights follow masters that somebody wrote to, and the other way round, and DDP the parameters that train.
+
+    Every rank calls this, before it enters ``no_sync``.
+
+    Args:
+        engine: Of the optimizer that will step.
+        model: What is about to run.
+
+    Raises:
+        AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
+            and its master that were both written to.
+    """
+    if not engine.policy.enabled:
+        return
+    for each in (engine, *engine.others):
+        each.params.synchronise()
+    # parts that are called inside of the context are not told of. DDP broadcasts buffers in its call, which comes first
+    for snapshot in () if engine.ddp.ddps else engine.snapshots:
+        snapshot.begin()
+    engine.ddp.follow(model, engine.weights, engine.has_waiting, engine.is_plain)
+
+
+@eager_block
+@contextmanager
+def forward_context(engine: Engine, model: nn.Module) -> Iterator[None]:
+    """Surround a training forward call with a region, and with autocast at O1 and O4.
+
+    Args:
+        engine: Of the optimizer that will step.
+        model: Says on which device autocast works.
+    """
+    policy = engine.policy
+    kind = region.AS_AROUND
+    if policy.runs_16_bit:
+        kind = region.OPERANDS if policy.casts_model else region.REGISTRY
+    dtype = policy.autocast_dtype if policy.enabled else None
+    casts = nullcontext() if dtype is None else region.autocast(module_device(model).type, dtype)
+    before = said_once.speaks(policy.verbosity >= 1)
+    try:
+        # for models whose train_step does not call them
+        with region.spare(kind), region.operands(kind), casts:
+            yield
+    finally:
+        said_once.speaks(before)
 
 
 def scale(engine: Engine, loss: Tensor, loss_id: int = 0, together: Sequence[Engine] = ()) -> Tensor:
@@ -94,34 +145,36 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
     reached = [*named, *(each for each in engine.others if each not in named)]
     if any(each.gradients.in_backward for each in reached):
         raise AmpUsageError(
-            'a backward pass inside another one of the same optimizers: leave the first "with amp.scale_loss(...)" block '
-            'before the second begins, or add the losses up: amp.scale_loss(loss0 + loss1, [optimizer0, optimizer1]).'
+            'a backward pass inside another one: leave the first amp.scale_loss block before it, or add up the losses.'
         )
     loss_scale = _scale_of(engine, loss_id)
     passes = [_Pass(each, loss_scale, loss_id if each is engine else None, each in named) for each in reached]
-    error: BaseException | None = None
+    is_whole = False
     try:
-        for each in passes:
-            each.begin()
-        yield came
-    except BaseException as raised:
-        error = raised
-    for each in passes:
-        # whatever happens to one, all come home
-        try:
-            each.end()
-        except BaseException as raised:
-            error = error or raised
-    for each in passes[0 if error else len(named) :]:
-        each.note_others()
-    if error is not None:
-        try:
-            raise error
-        finally:
-            # it holds this frame
-            del error
+        with ExitStack() as stack:
+            for each in passes:
+                # whatever happens to one, all come home
+                stack.callback(each.end)
+                each.begin()
+            yield came
+        is_whole = True
+    finally:
+        for each in passes[len(named) if is_whole else 0 :]:
+            each.note_others()
     came += [each.engine for each in passes if each.has_come]
-    _note_own(passes[: len(named)], passes, loss_id)
+    engine.flags.used[loss_id] = True
+    for each in passes[: len(named)]:
+        each.engine.flags.has_arrived |= each.has_come
+        each.engine.stage = Stage.ACCUMULATING
+    # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
+    # gradients elsewhere are mostly thrown away, and do not count
+    counted = passes[: len(named)] if engine.scales.are_shared else [each for each in passes if each.has_come]
+    found = [each.flag.to(engine.device) for each in counted if each.flag is not None]
+    if found and engine.scales.check:
+        worst = found[0] if len(found) == 1 else torch.stack(found).max()
+        engine.flags.add(worst, loss_id)
+        for other in together:
+            other.flags.add(worst)
 
 
 class _Pass:
@@ -150,21 +203,20 @@ class _Pass:
         engine, gradients = self.engine, self.engine.gradients
         engine.tidy_up()
         if engine.shard_groups and self._is_named and self._scale is not None:
-            self._note_kept(self._scale, hold_back(engine.shard_groups))
+            self._note_kept(self._scale)
         if engine.scales.check or not self._is_named:
             self.flag = engine.flags.new()
-        gradients.begin_pass(self._scale, engine.ddp.averages(), engine.flags.skipped(but=self._loss_id))
+        gradients.begin_pass(self._scale, engine.ddp.averages(engine.weights), engine.flags.skipped(but=self._loss_id))
 
-    def _note_kept(self, scale: Tensor, keeps: bool) -> None:
-        """FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
-        kept, loss_id = self.engine.gradients.kept_by_fsdp, self._loss_id or 0
+    def _note_kept(self, scale: Tensor) -> None:
+        """Note whether FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
+        engine, loss_id = self.engine, self._loss_id or 0
+        kept = engine.gradients.kept_by_fsdp
         if kept is not None and kept[0] != loss_id:
             raise AmpUsageError(
-                f'backward() of loss {loss_id} while FSDP2 keeps gradients of loss {kept[0]} until they are averaged '
-                f'(set_requires_gradient_sync(False)): their scales would mix. Finish the accumulation of one loss before the '
-                f'next, or use one loss_id for both.'
+                f'loss {loss_id} while FSDP2 keeps gradients of loss {kept[0]}: finish its accumulation, or use one loss_id.'
             )
-        self.engine.gradients.kept_by_fsdp = (loss_id, scale) if keeps else None
+        engine.gradients.kept_by_fsdp = (loss_id, scale) if hold_back(engine.shard_groups) else None
 
     def end(self) -> None:
         """Bring everything home."""
@@ -184,21 +236,3 @@ class _Pass:
         engine.flags.only_by_others = engine.flags.has_arrived = True
         if engine.attached:
             engine.stage = Stage.ACCUMULATING
-
-
-def _note_own(named: Sequence[_Pass], passes: Sequence[_Pass], loss_id: int) -> None:
-    """After a pass: say which step is skipped, and whose scale falls."""
-    engine = named[0].engine
-    engine.flags.used[loss_id] = True
-    for each in named:
-        each.engine.flags.has_arrived |= each.has_come
-        each.engine.stage = Stage.ACCUMULATING
-    # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
-    # gradients elsewhere are mostly thrown away, and do not count
-    counted = named if engine.scales.are_shared else [each for each in passes if each.has_come]
-    found = [each.flag.to(engine.device) for each in counted if each.flag is not None]
-    if found and engine.scales.check:
-        worst = found[0] if len(found) == 1 else torch.stack(found).max()
-        engine.flags.add(worst, loss_id)
-        for each in named[1:]:
-            each.engine.flags.add(worst)
