@@ -21,6 +21,11 @@ def versions(tensors: Sequence[Tensor | None]) -> list[int]:
     return [-1 if tensor is None else tensor._version for tensor in tensors]
 
 
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the memory of each tensor begins."""
+    return list(map(Tensor.data_ptr, tensors))
+
+
 def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """``.grad`` of each tensor."""
     return [tensor.grad for tensor in tensors]
