@@ -150,7 +150,7 @@ def traffic(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     marked = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     if not marked and schema.returns and all(value.alias_info is not None for value in schema.returns):
         return 0  # a view
-    written = marked - set(_READ_ONLY.get(name, ()))
+    written = set(marked)
     only_written = set(_WRITTEN_ONLY.get(name, ())) | {a.name for a in schema.arguments if a.is_out}
     if name.startswith('aten::_fused_') and values.get('grad_scale') is None:
         written.discard('grads')

@@ -243,7 +243,7 @@ def weights_win(weights: Iterable[Tensor]) -> None:
             batches[weight.device, weight.dtype, count // _BATCH].append((weight, pair.partner))
     for batch in batches.values():
         here, there = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*batch))
-        values = torch.where(_differ(here, there), here.float(), there).split([weight.numel() for weight, _ in batch])
+        values = torch.split(torch.where(_differ(here, there), here.float(), there), [w.numel() for w, _ in batch])
         torch._foreach_copy_([m for _, m in batch], [value.view(m.shape) for value, (_, m) in zip(values, batch)])
     for weight, pair in found:
         pair.settle(weight)

@@ -86,7 +86,7 @@ class Masters:
         # those that came in 16-bit and frozen, by id: nothing is added to them, so they need no FP32 value until they train
         self._frozen: dict[int, nn.Parameter] = {}
         # version counters and addresses when all pairs last agreed: every step and every forward call compares them
-        self._agreed: tuple[bytes, ...] = ()
+        self._agreed: tuple[list[int], ...] = ()
         self._is_new = True
         self._lists: StepLists | None = None
         if self.have_fp32_values:

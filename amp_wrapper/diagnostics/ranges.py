@@ -139,7 +139,7 @@ def count_on_device(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     largest = torch.zeros(len(tensors), dtype=torch.float32, device=device)
     for row, most, tensor in zip(counts, largest, tensors):
         # indices need eight bytes an element
-        for piece in tensor.detach().reshape(-1).split(_PIECE) if tensor.numel() else ():
+        for piece in torch.split(tensor.detach().reshape(-1), _PIECE) if tensor.numel() else ():
             # by their bits: arithmetic may take subnormal numbers for zeros
             magnitude = piece.float().view(torch.int32) & 0x7FFFFFFF
             powers = magnitude >> 23

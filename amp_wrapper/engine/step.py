@@ -168,9 +168,9 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None
     fits = optimizer.fuses and not any(grad.is_sparse for _, grad in there)
     if is_split and not fits:
         raise AmpUsageError(
-            f"master_weights='split': only the compiled ops step weights together with their remainders, and they serve neither "
-            f'{engine.device} here nor gradients that are sparse (ops: {ops.backend()}). Build them by amp-wrapper build-ops, or '
-            f'use master_weights=True.'
+            f"master_weights='split': only the compiled ops step weights together with their remainders, and they serve "
+            f'neither {engine.device} here nor gradients that are sparse (ops: {ops.backend()}). Build them by amp-wrapper '
+            f'build-ops, or use master_weights=True.'
         )
     if not is_split and (clips_frozen or not fits or not there):
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
-from .fused import FusedOptimizer
+from .fused import FusedOptimizer, Tensors
 
 #: torch 2.6 has two classes instead, and neither the argument nor the key in the groups.
 _HAS_DECOUPLED = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
@@ -32,11 +32,9 @@ class _AdamSteps(FusedOptimizer):
         is_decoupled = bool(group['decoupled_weight_decay'])
         return [*group['betas'], group['eps'], group['weight_decay'], bool(group['maximize']), is_decoupled]
 
-    def _call(
-        self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any
-    ) -> None:
-        moments = (columns.get(name, []) for name in self._moments)
-        ops.fused_adam(grads, params, *moments, columns['step'], *rest, **given)
+    def _call(self, grads: Tensors, params: Tensors, columns: Mapping[str, Tensors], *rest: Any, **given: Any) -> None:
+        first, second, largest = (columns.get(name, []) for name in self._moments)
+        ops.fused_adam(grads, params, first, second, largest, columns['step'], *rest, **given)
 
     def _knows(self, group: Mapping[str, Any]) -> bool:
         return super()._knows(group) and bool(group['amsgrad']) == bool(self.param_groups[0]['amsgrad'])

@@ -10,6 +10,7 @@ import dataclasses
 import operator
 import warnings
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
@@ -25,13 +26,14 @@ from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..ops.attributes import addresses, gradients, same
 from ..policy.levels import to_dtype
 from ..policy.nested import HALF_TYPES, parameters_of
-from ..shards import differs, is_sharded, local, whole
+from ..shards import any_sharded, is_sharded, local, whole
 from ..torch_internals import is_traceable_wrapper_subclass, step_without_hooks
 
 #: What the compiled ops take, and devices for which ``torch.optim`` has fused steps.
 _DTYPES = frozenset((torch.float32, *HALF_TYPES))
 _TORCH_FUSES = frozenset(('cpu', 'cuda', 'mps', 'xpu'))
 
+Tensors = Sequence[Tensor]
 _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ('dtype', 'device', 'layout'))
 
 
@@ -78,8 +80,8 @@ class FusedOptimizer(Optimizer):
     # "ask again"
     _is_served: bool | None = None
     _places: list[int] | None = None
-    # which groups have parameters that torch's fused steps take
-    _torch_serves: Sequence[bool] = ()
+    # what _torch_serves says of each group
+    _plain: Sequence[bool | None] = ()
 
     # -- what the classes differ in ----------------------------------------------------------------------------------
 
@@ -92,9 +94,7 @@ class FusedOptimizer(Optimizer):
         """Return the hyper-parameters of a group after lr, in the order of the ops."""
 
     @abstractmethod
-    def _call(
-        self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any
-    ) -> None:
+    def _call(self, grads: Tensors, params: Tensors, columns: Mapping[str, Tensors], *rest: Any, **given: Any) -> None:
         """Decide and update."""
 
     def _knows(self, group: Mapping[str, Any]) -> bool:
@@ -107,13 +107,12 @@ class FusedOptimizer(Optimizer):
     def _check_arguments(self, state_dtype: Any, fused: Any, differentiable: Any) -> None:
         name, problems, dtype = type(self).__name__, [], to_dtype(state_dtype)
         if state_dtype is not None and dtype not in (torch.float32, torch.bfloat16):
-            problems.append(
-                f"state_dtype={state_dtype!r} of {name} must be 'float32', 'bfloat16' or None; float16 has no room for "
-                'squares of gradients.'
-            )
-        wrong = [*(['fused=False'] if fused is False else []), *(['differentiable=True'] if differentiable else [])]
-        for words in wrong:
-            problems.append(f'{words}: {name} is fused, and keeps no graph. Use torch.optim.{self._torch.__name__}.')
+            problems.append(f"state_dtype={state_dtype!r} of {name} must be 'float32', 'bfloat16' or None.")
+        for words, is_wrong in (('fused=False', fused is False), ('differentiable=True', differentiable)):
+            if is_wrong:
+                problems.append(
+                    f'{words}: {name} is fused, and keeps no graph. Use torch.optim.{self._torch.__name__}.'
+                )
         if problems:
             raise AmpConfigError(problems)
         self._state_dtype = dtype
@@ -137,27 +136,30 @@ class FusedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and neither unscales nor reads the flag."""
-        return self.fuses or all(
-            _torch_serves(group['params']) and self._torch_fuses(group) for group in self.param_groups
-        )
+        """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and reads no flag."""
+        groups = self.param_groups
+        return self.fuses or all(self._torch_fuses(group, _torch_serves(group['params'])) for group in groups)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignore what torch's constructor sets."""
 
-    def _torch_fuses(self, group: Mapping[str, Any]) -> bool:
-        """Return whether torch's fused step takes a group, and computes what it should."""
-        params = group['params']
-        grads = gradients(params)
-        if not all(map(operator.is_not, grads, repeat(None))):
-            params = [parameter for parameter, grad in zip(params, grads) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        if not self._knows(group) or any(map(Tensor.is_neg, grads)):
+    def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool | None) -> bool:
+        """Return whether torch's fused step takes a group, and computes what it should.
+
+        Args:
+            group: Of parameters and options.
+            is_plain: What :func:`_torch_serves` says of the parameters.
+        """
+        if is_plain is None or not self._knows(group):
             return False
-        # it looks at no strides, and walks through memory; sparse ones are not contiguous
-        alike = all(map(Tensor.is_contiguous, grads)) and all(map(Tensor.is_contiguous, params))
-        return alike or (_are_dense(grads) and [*map(Tensor.stride, params)] == [*map(Tensor.stride, grads)])
+        params, found = group['params'], gradients(group['params'])
+        grads = [grad for grad in found if grad is not None]
+        # it looks at no strides, and walks through memory; sparse gradients are not contiguous
+        if is_plain and all(map(Tensor.is_contiguous, grads)):
+            return True
+        beside = [parameter.stride() for parameter, grad in zip(params, found) if grad is not None]
+        return _are_dense(grads) and beside == [grad.stride() for grad in grads]
 
     @contextmanager
     def updating(self, update: Update) -> Iterator[None]:
@@ -170,9 +172,7 @@ class FusedOptimizer(Optimizer):
             AmpUsageError: Inside another one.
         """
         if self._update is not None:
-            raise AmpUsageError(
-                f'{type(self).__name__}.updating() does not nest: leave the first one before the second.'
-            )
+            raise AmpUsageError(f'{type(self).__name__}.updating() does not nest: leave the first one first.')
         self._update = update
         try:
             yield
@@ -207,7 +207,7 @@ class FusedOptimizer(Optimizer):
             if update is not None:
                 update.decision = self._step_fused(params, update.gradients, update.partners, update.decide)
                 update.written()
-            elif not self.fuses or self._step_fused(params, gradients(params), (), self._scaling) is None:
+            elif not self.fuses or self._step_fused(params, gradients(params)) is None:
                 self._step_by_torch(params)
         return loss
 
@@ -219,39 +219,43 @@ class FusedOptimizer(Optimizer):
         self,
         params: list[Any],
         grads: Sequence[Any],
-        partners: Sequence[Any],
-        decide: Callable[[list[Tensor]], Mapping[str, Any]],
+        partners: Sequence[Any] = (),
+        decide: Callable[[list[Tensor]], Mapping[str, Any]] | None = None,
     ) -> Tensor | None:
         """Decide and update in one op, and return the decision; None, and nothing is done, where only torch can."""
-        device = params[0].device
-        groups = [number for number, group in enumerate(self.param_groups) for _ in group['params']]
+        device, part = params[0].device, local if any_sharded(params) else list
+        rows = array('q', [row for row, group in enumerate(self.param_groups) for _ in group['params']])
         if not all(map(operator.is_not, grads, repeat(None))):
             chosen = [place for place, grad in enumerate(grads) if grad is not None]
-            params, grads, groups = ([values[place] for place in chosen] for values in (params, grads, groups))
+            params, grads = ([values[place] for place in chosen] for values in (params, grads))
             partners = [partners[place] for place in chosen] if partners else ()
-        table, rates, rated = self._hyper_parameters(device)
-        columns = self._columns(params)
-        beside = [p if partner is None else partner for p, partner in zip(params, partners)]
-        here, found = local(params), local(grads)
-        beside = [] if same(beside, params) else local(beside)
-        given = decide(found)
+            rows = array('q', [rows[place] for place in chosen])
+        here, found = part(params), part(grads)
+        beside = part([p if partner is None else partner for p, partner in zip(params, partners)])
+        columns = {name: part(values) for name, values in self._columns(params).items()}
+        hyper, rates, rated = self._hyper_parameters(device)
+        given = self._scaling(device) if decide is None else decide(found)
         decision = torch.empty(ops.DECISION, device=device)
-        rest = (decision, table, torch.tensor(groups, dtype=torch.int64), rates, rated)
+        table = torch.frombuffer(rows, dtype=torch.int64) if rows else torch.zeros(0, dtype=torch.int64)
+        rest = decision, hyper, table, rates, rated
         try:
-            self._call(found, here, columns, beside, *rest, **given)
-        except ValueError:
+            self._call(found, here, columns, [] if same(beside, here) else beside, *rest, **given)
+        except ValueError as error:
             # nothing was written: something is sparse, or lies in other ways than its parameter
-            self._is_served = None
+            self._is_served, name = None, type(self).__name__
             if not self.fuses or not _are_dense(found):
-                return None
+                if decide is None:
+                    return None
+                raise AmpUsageError(
+                    f'{name}: what the compiled ops stepped has become something else: {error}'
+                ) from error
             found, is_split = [_like(g, p) for g, p in zip(found, here)], any(b.dtype is torch.int16 for b in beside)
             self._lay_out(params)
+            columns = {name: part(values) for name, values in self._columns(params).items()}
             try:
-                self._call(found, here, self._columns(params), beside if is_split else [], *rest, **given)
-            except ValueError as error:
-                raise AmpUsageError(
-                    f'{type(self).__name__} cannot take the step, and nothing was changed: {error}'
-                ) from error
+                self._call(found, here, columns, beside if is_split else [], *rest, **given)
+            except ValueError as again:
+                raise AmpUsageError(f'{name}: {again} Nothing was changed. Remove state that does not fit.') from again
             ops.multi_tensor_copy(here, beside if not is_split and beside else here)
         return decision
 
@@ -261,36 +265,20 @@ class FusedOptimizer(Optimizer):
         if not same(list(self.state), params):
             states = [self.state[parameter] for parameter in params]
         try:
-            return {name: local([state[name] for state in states]) for name in self._names()}
+            return {name: [state[name] for state in states] for name in self._names()}
         except KeyError:
-            for name in self._names():
-                for parameter, state in zip(params, states):
-                    if name not in state and name == 'step':
-                        state[name] = _count(0.0, parameter.device)
-                    elif name not in state:
-                        state[name] = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
+            for parameter, state in zip(params, states):
+                for name in [name for name in self._names() if name not in state]:
+                    zeros = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
+                    state[name] = _count(0.0, parameter) if name == 'step' else zeros
         return self._columns(params)
 
     def _lay_out(self, params: list[Tensor]) -> None:
-        """Lay state out as parameters are, which may have been replaced.
-
-        Raises:
-            AmpUsageError: State of another shape.
-        """
+        """Lay state out as parameters are, which may have been replaced."""
         for parameter in params:
             state = self.state[parameter]
             for name in self._names():
-                value = state[name]
-                if name == 'step':
-                    state[name] = _count(value, parameter.device)
-                elif isinstance(value, Tensor) and value.shape == parameter.shape and not differs(value, parameter):
-                    state[name] = _like(value, parameter)
-                else:
-                    shape = tuple(getattr(value, 'shape', ()))
-                    raise AmpUsageError(
-                        f'{type(self).__name__}: state[{name!r}] has shape {shape} beside a parameter of shape '
-                        f'{tuple(parameter.shape)}. Remove the state of this parameter to begin anew.'
-                    )
+                state[name] = (_count if name == 'step' else _like)(state[name], parameter)
 
     def _hyper_parameters(self, device: torch.device) -> tuple[Tensor, list[Tensor], list[int]]:
         """Read the groups: float64 (groups, 7) on the CPU, each lr that is read on the device, and the groups of these."""
@@ -308,15 +296,15 @@ class FusedOptimizer(Optimizer):
                 raise AmpUsageError(f'param_groups[{index}] holds {shown}: numbers are expected ({error}).') from error
         if len(rates) < len(rows) and device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
             warnings.warn(
-                "the learning rate of a captured step is a number, which later replays keep: give param_groups[i]['lr'] a tensor "
-                'on the device, which schedulers fill.',
+                "the learning rate of a captured step is a number, which later replays keep: give param_groups[i]['lr'] a "
+                'tensor on the device, which schedulers fill.',
                 stacklevel=2,
             )
         return torch.tensor(rows, dtype=torch.float64), rates, rated
 
-    def _scaling(self, grads: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return what a GradScaler has set, as float32 scalars on the device of the parameters."""
-        scaling, device = {}, parameters_of(self)[0].device
+    def _scaling(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what a GradScaler has set, as float32 scalars on a device."""
+        scaling = {}
         for name, attribute in (('scale', 'grad_scale'), ('found_inf', 'found_inf')):
             value = getattr(self, attribute, None)
             if value is not None:
@@ -324,34 +312,36 @@ class FusedOptimizer(Optimizer):
                 scaling[name] = value.reshape(()).to(device, torch.float32, non_blocking=True)
         return scaling
 
-    def _step_by_torch(self, params: list[Tensor]) -> None:
+    def _step_by_torch(self, params: Tensors) -> None:
         """Take the step of the class of ``torch.optim``, fused in those groups where torch can."""
         if self._state_dtype is torch.bfloat16 and any(p.dtype is torch.float32 for p in params):
             raise AmpUsageError(
-                f"{type(self).__name__}(state_dtype='bfloat16') needs a step of the compiled ops, and torch's own is all there is "
-                f'for {params[0].device} and these options: build them by amp-wrapper build-ops, or leave state_dtype out.'
+                f"{type(self).__name__}(state_dtype='bfloat16'): torch has no such step, and the compiled ops do not serve "
+                f'{params[0].device} and these options. Build them by amp-wrapper build-ops, or leave state_dtype out.'
             )
-        places = addresses(local(params))
+        places = addresses(params)
         if places != self._places:
             # torch's steps take moments of the types and layouts of parameters
             for parameter, state in self.state.items():
                 for name in self._moments:
                     if state.get(name) is not None:
                         state[name] = _like(state[name].to(parameter.dtype), parameter)
-            self._places, self._torch_serves = places, [_torch_serves(group['params']) for group in self.param_groups]
-        for name, value in self._scaling(()).items():
+            self._places, self._plain = places, [_torch_serves(group['params']) for group in self.param_groups]
+        scaling = self._scaling(params[0].device)
+        if 'scale' in scaling:
+            self.grad_scale = scaling['scale']
+        if 'found_inf' in scaling:
             # GradScaler adds the flags of devices up, and torch's kernels compare with 1
-            setattr(self, *('grad_scale', value) if name == 'scale' else ('found_inf', value.clamp(max=1.0)))
-        groups = self.param_groups
-        before = [group['fused'] for group in groups]
-        for group, is_served in zip(groups, self._torch_serves):
-            group['fused'] = is_served and self._torch_fuses(group)
+            self.found_inf = scaling['found_inf'].clamp(max=1.0)
+        before = [group['fused'] for group in self.param_groups]
+        for group, is_plain in zip(self.param_groups, self._plain):
+            group['fused'] = self._torch_fuses(group, is_plain)
             if group['fused']:
                 self._begin(group)
         try:
             step_without_hooks(self._torch)(self)
         finally:
-            for group, fused in zip(groups, before):
+            for group, fused in zip(self.param_groups, before):
                 group['fused'] = fused
 
     # -- saving and loading -----------------------------------------------------------------------------------------
@@ -400,7 +390,7 @@ class FusedOptimizer(Optimizer):
             for name in (*self._moments, 'step'):
                 value = state.get(name)
                 if value is not None and name == 'step':
-                    self.state[parameter][name] = _count(value, parameter.device, copy=True)
+                    self.state[parameter][name] = _count(value, parameter, copy=True)
                 elif value is not None:
                     moment = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                     self.state[parameter][name] = moment.copy_(value.detach())
@@ -408,9 +398,7 @@ class FusedOptimizer(Optimizer):
                     # of torch's SGD: not begun
                     del self.state[parameter][name]
 
-    def _check_saved(
-        self, groups: Sequence[Mapping[str, Any]], saved: Sequence[tuple[Tensor, Mapping[str, Any]]]
-    ) -> None:
+    def _check_saved(self, groups: list[dict[str, Any]], saved: list[tuple[Tensor, dict[str, Any]]]) -> None:
         own = f'that of torch.optim.{self._torch.__name__} or {type(self).__name__} is expected'
         for index, group in enumerate(groups):
             missing = [key for key in self._in_groups if key not in group]
@@ -422,35 +410,38 @@ class FusedOptimizer(Optimizer):
                 found = ', '.join(map(repr, state))
                 raise AmpCheckpointError(f'state[{index}] of the state dict has no {missing[0]!r}, but {found}: {own}.')
             for name in (*self._moments, 'step'):
-                value, shape = state.get(name), parameter.shape if name in self._moments else torch.Size()
+                value, expected = state.get(name), tuple(parameter.shape if name in self._moments else ())
                 # files of old have numbers of steps
-                found = value.shape if isinstance(value, Tensor) else torch.Size()
-                if value is not None and found != shape:
+                shape = tuple(getattr(value, 'shape', ()))
+                if value is not None and shape != expected:
                     raise AmpCheckpointError(
-                        f'state[{index}][{name!r}] of the state dict has shape {tuple(found)}, and {tuple(shape)} is expected: '
-                        f'it belongs to another parameter.'
+                        f'state[{index}][{name!r}] of the state dict has shape {shape}, and {expected} is expected: it '
+                        f'belongs to another parameter.'
                     )
 
 
-def _count(value: Any, device: torch.device, copy: bool = False) -> Tensor:
+def _count(value: Any, parameter: Tensor, copy: bool = False) -> Tensor:
     """Return a number of steps as the ops take it: a float32 scalar on the device of the parameter."""
     found = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    return found.reshape(()).to(device, torch.float32, copy=copy)
+    return found.reshape(()).to(parameter.device, torch.float32, copy=copy)
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor that lies where its parameter does, with the same strides; a copy where it does not."""
-    if (tensor.device, tensor.stride()) == (parameter.device, parameter.stride()):
+    """Return a tensor of its shape that lies where a parameter does, with the same strides; a copy where it does not."""
+    if tensor.shape != parameter.shape or (tensor.device, tensor.stride()) == (parameter.device, parameter.stride()):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
-def _torch_serves(params: Sequence[Tensor]) -> bool:
-    """Return whether torch's fused steps take parameters. Those of 16 bits on CPUs step wrong, seen in torch 2.6 to 2.13."""
+def _torch_serves(params: Sequence[Tensor]) -> bool | None:
+    """Return whether parameters that torch's fused steps take are contiguous; None for others.
+
+    16-bit ones on CPUs are among these: torch steps them wrong, seen in 2.6 to 2.13.
+    """
     kinds = set(zip(map(_DTYPE, params), map(_DEVICE, params)))
     on_cpus = any(device.type == 'cpu' and dtype in HALF_TYPES for dtype, device in kinds)
     known = all(dtype.is_floating_point and device.type in _TORCH_FUSES for dtype, device in kinds)
-    return known and not on_cpus
+    return all(map(Tensor.is_contiguous, params)) if known and not on_cpus else None
 
 
 def _is_dense(parameter: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
-from .fused import FusedOptimizer
+from .fused import FusedOptimizer, Tensors
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
@@ -57,26 +57,18 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
         return [group['momentum'], 0, bool(group['nesterov']), group['weight_decay'], bool(group['maximize']), 0]
 
-    def _call(
-        self, grads: list[Tensor], params: list[Tensor], columns: dict[str, list[Tensor]], *rest: Any, **given: Any
-    ) -> None:
+    def _call(self, grads: Tensors, params: Tensors, columns: Mapping[str, Tensors], *rest: Any, **given: Any) -> None:
         ops.fused_sgd(grads, params, columns.get('momentum_buffer', []), *rest, **given)
 
     def _knows(self, group: Mapping[str, Any]) -> bool:
         # the first gradient is not dampened, so a momentum of zeros is not one that has not begun
-        begins_at_0 = group['momentum'] == 0 or group['dampening'] == 0
-        return (
-            super()._knows(group) and begins_at_0 and bool(group['momentum']) == bool(self.param_groups[0]['momentum'])
-        )
+        has_momentum, begins_at_0 = group['momentum'] != 0, group['momentum'] == 0 or group['dampening'] == 0
+        return super()._knows(group) and begins_at_0 and has_momentum == (self.param_groups[0]['momentum'] != 0)
 
     def _begin(self, group: Mapping[str, Any]) -> None:
         # torch's begins all of a group or none, and leaves memory that nobody wrote where it skips the first step
-        for parameter in group['params']:
-            if (
-                group['momentum'] != 0
-                and parameter.grad is not None
-                and self.state[parameter].get('momentum_buffer') is None
-            ):
+        for parameter in group['params'] if group['momentum'] != 0 else ():
+            if parameter.grad is not None and self.state[parameter].get('momentum_buffer') is None:
                 self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter, requires_grad=False)
 
     def __init__(

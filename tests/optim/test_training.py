@@ -12,10 +12,10 @@ import pytest
 import torch
 from bits import same_bits
 from fused_training import KINDS, THEIRS, TRAININGS, OpCount, Training, advance, agree, build, weights
-from op_lists import NoHostRead, ops_from, skip_without_library
+from op_lists import ops_from, skip_without_library
 from torch import Tensor, nn
 
-from amp_wrapper import AmpOptimWrapper, AmpUsageError, FusedAdamW, FusedSGD, ops
+from amp_wrapper import AmpOptimWrapper, AmpUsageError, FusedSGD, ops
 
 both = pytest.mark.usefixtures('with_and_without_ops')
 trainings = pytest.mark.parametrize(('setting', 'door', 'kind'), TRAININGS)
@@ -157,7 +157,10 @@ def test_layouts_may_change_between_steps(device: torch.device) -> None:
         start = torch.linspace(-1, 1, 48, device=device).view(2, 4, 2, 3).to(dtype)
         ours, plain = nn.Parameter(start.clone()), nn.Parameter(start.clone())
         optimizers = [build(kind, [parameter]) for parameter in (ours, plain)]
-        for index, (weight_form, gradient_form) in enumerate(itertools.product(FORMS[:3], FORMS)):
+        is_ours = ops.serves(device) and kind != 'dampened' and dtype is not torch.float64
+        # torch's fused steps refuse gradients that are lazily negated, which no backward pass leaves
+        forms = itertools.product(FORMS[:3], FORMS if is_ours else FORMS[:3])
+        for index, (weight_form, gradient_form) in enumerate(forms):
             ours.grad = plain.grad = None
             ours.data = weight_form(ours.data)
             gradient = torch.randn(plain.shape, generator=torch.Generator().manual_seed(index)).to(plain)
@@ -165,7 +168,7 @@ def test_layouts_may_change_between_steps(device: torch.device) -> None:
             for optimizer in optimizers:
                 optimizer.step()
             # the steps of torch that are not fused round to 16 bits in between, and in another order
-            limit = 1e-6 if dtype is not torch.bfloat16 or (ops.serves(device) and kind != 'dampened') else 1e-2
+            limit = 1e-6 if is_ours or dtype is not torch.bfloat16 else 1e-2
             torch.testing.assert_close(ours, plain, rtol=limit, atol=limit)
 
 
