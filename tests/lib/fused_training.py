@@ -122,8 +122,9 @@ class Training:
         self.wrapper = AmpOptimWrapper(optimizer=self.optimizer, opt_level=level, clip_grad=clip, verbosity=0, **more)
 
     def run(self, *indices: int, bad: int = -1, within: Callable[[], Any] = contextlib.nullcontext) -> None:
-        """Batches by number; the loss of ``bad`` is infinite."""
+        """Batches by number; the loss of ``bad`` is infinite. In some, the first weight has no gradient."""
         for index in indices:
+            self.model[0].requires_grad_(index % 3 != 1)
             x = torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(index)).to(self.device)
             factor = math.inf if index == bad else 1.0
             if self.door == 'amp':
