@@ -303,13 +303,13 @@ class FusedOptimizer(Optimizer):
         return torch.tensor(rows, dtype=torch.float64), rates, rated
 
     def _scaling(self, device: torch.device) -> dict[str, Tensor]:
-        """Return what a GradScaler has set, as float32 scalars on a device."""
+        """Return what a GradScaler has set, as float32 scalars on a device. It adds the flags of several devices up."""
         scaling = {}
-        for name, attribute in (('scale', 'grad_scale'), ('found_inf', 'found_inf')):
+        for name, attribute, most in (('scale', 'grad_scale', torch.inf), ('found_inf', 'found_inf', 1.0)):
             value = getattr(self, attribute, None)
             if value is not None:
                 value = whole(value.detach()) if isinstance(value, Tensor) else torch.tensor(float(value))
-                scaling[name] = value.reshape(()).to(device, torch.float32, non_blocking=True)
+                scaling[name] = value.reshape(()).to(device, torch.float32, non_blocking=True).clamp(max=most)
         return scaling
 
     def _step_by_torch(self, params: Tensors) -> None:
@@ -327,12 +327,9 @@ class FusedOptimizer(Optimizer):
                     if state.get(name) is not None:
                         state[name] = _like(state[name].to(parameter.dtype), parameter)
             self._places, self._plain = places, [_torch_serves(group['params']) for group in self.param_groups]
-        scaling = self._scaling(params[0].device)
-        if 'scale' in scaling:
-            self.grad_scale = scaling['scale']
-        if 'found_inf' in scaling:
-            # GradScaler adds the flags of devices up, and torch's kernels compare with 1
-            self.found_inf = scaling['found_inf'].clamp(max=1.0)
+        # torch's kernels compare the flag with 1
+        for name, value in self._scaling(params[0].device).items():
+            setattr(self, 'grad_scale' if name == 'scale' else name, value)
         before = [group['fused'] for group in self.param_groups]
         for group, is_plain in zip(self.param_groups, self._plain):
             group['fused'] = self._torch_fuses(group, is_plain)

@@ -309,7 +309,10 @@ WRONG: list[tuple[Edit, str]] = [
     (lambda o, p: o.param_groups[0].update(lr='fast'), r"'lr': 'fast'.*numbers are expected"),
     (lambda o, p: o.param_groups[0].update(lr=torch.ones(2)), 'numbers are expected'),
     (lambda o, p: o.param_groups[0].update(weight_decay=None), 'numbers are expected'),
-    (lambda o, p: o.state[p[0]].update(dict.fromkeys(o._moments, torch.ones(3))), r'(exp_avgs|momentum_buffers)\[0\] \[3\].*Remove state'),
+    (
+        lambda o, p: o.state[p[0]].update(dict.fromkeys(o._moments, torch.ones(3))),
+        r'(exp_avgs|momentum_buffers)\[0\] \[3\].*Remove state',
+    ),
 ]
 
 
