@@ -138,18 +138,26 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
-def differs(tensor: Tensor, parameter: Tensor) -> str:
-    """How a tensor that goes with a parameter is not laid out as that is; empty where it is.
+def local_like(tensors: Sequence[Tensor], parameters: Sequence[Tensor], name: str) -> list[Tensor]:
+    """The local shards of tensors that go with parameters, as :func:`local`.
 
     Args:
-        tensor: Its gradient, or a moment.
-        parameter: Sharded or not.
+        tensors: Gradients, or moments.
+        parameters: Of each.
+        name: What they are, for the error.
+
+    Raises:
+        AmpUsageError: One is laid out otherwise than its parameter.
     """
-    theirs, mine = _layout_of(tensor), _layout_of(parameter)
-    if theirs == mine:
-        return ''
-    shown = [f'laid out as {each[1]} over {each[0]}' if each else 'a plain tensor' for each in (theirs, mine)]
-    return f'is {shown[0]}, and the parameter {shown[1]}'
+    for index, (tensor, parameter) in enumerate(zip(tensors, parameters)):
+        theirs, mine = _layout_of(tensor), _layout_of(parameter)
+        if theirs != mine:
+            shown = [f'laid out as {each[1]} over {each[0]}' if each else 'a plain tensor' for each in (theirs, mine)]
+            raise AmpUsageError(
+                f'{name}[{index}] is {shown[0]}, and its parameter {shown[1]}: redistribute() makes them agree, and '
+                f'set_optimizer_state_dict of torch.distributed.checkpoint.state_dict loads sharded state.'
+            )
+    return local(tensors)
 
 
 def _layout_of(tensor: Any) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..ops.attributes import addresses, gradients, same
 from ..policy.levels import to_dtype
 from ..policy.nested import HALF_TYPES, parameters_of
-from ..shards import any_sharded, is_sharded, local, whole
+from ..shards import any_sharded, is_sharded, local, local_like, whole
 from ..torch_internals import is_traceable_wrapper_subclass, step_without_hooks
 
 #: What the compiled ops take, and devices for which ``torch.optim`` has fused steps.
@@ -223,16 +223,15 @@ class FusedOptimizer(Optimizer):
         decide: Callable[[list[Tensor]], Mapping[str, Any]] | None = None,
     ) -> Tensor | None:
         """Decide and update in one op, and return the decision; None, and nothing is done, where only torch can."""
-        device, part = params[0].device, local if any_sharded(params) else list
+        device, part = params[0].device, local_like if any_sharded(params) else _as_they_are
         rows = array('q', [row for row, group in enumerate(self.param_groups) for _ in group['params']])
         if not all(map(operator.is_not, grads, repeat(None))):
             chosen = [place for place, grad in enumerate(grads) if grad is not None]
             params, grads = ([values[place] for place in chosen] for values in (params, grads))
             partners = [partners[place] for place in chosen] if partners else ()
             rows = array('q', [rows[place] for place in chosen])
-        here, found = part(params), part(grads)
-        beside = part([p if partner is None else partner for p, partner in zip(params, partners)])
-        columns = {name: part(values) for name, values in self._columns(params).items()}
+        here, found, columns = local(params), part(grads, params, 'gradients'), self._columns(params, part)
+        beside = part([p if partner is None else partner for p, partner in zip(params, partners)], params, 'copies')
         hyper, rates, rated = self._hyper_parameters(device)
         given = self._scaling(device) if decide is None else decide(found)
         decision = torch.empty(ops.DECISION, device=device)
@@ -246,32 +245,30 @@ class FusedOptimizer(Optimizer):
             if not self.fuses or not _are_dense(found):
                 if decide is None:
                     return None
-                raise AmpUsageError(
-                    f'{name}: what the compiled ops stepped has become something else: {error}'
-                ) from error
+                raise AmpUsageError(f'{name}: {error} Nothing was changed; torch.optim takes the next step.') from error
             found, is_split = [_like(g, p) for g, p in zip(found, here)], any(b.dtype is torch.int16 for b in beside)
             self._lay_out(params)
-            columns = {name: part(values) for name, values in self._columns(params).items()}
             try:
-                self._call(found, here, columns, beside if is_split else [], *rest, **given)
+                self._call(found, here, self._columns(params, part), beside if is_split else [], *rest, **given)
             except ValueError as again:
                 raise AmpUsageError(f'{name}: {again} Nothing was changed. Remove state that does not fit.') from again
             ops.multi_tensor_copy(here, beside if not is_split and beside else here)
         return decision
 
-    def _columns(self, params: list[Tensor]) -> dict[str, list[Tensor]]:
-        """Return the state of parameters, by name; what is missing is begun."""
+    def _columns(self, params: list[Tensor], part: Callable[..., list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Return the state of parameters, by name, or of it this rank's part; what is missing is begun."""
         states = list(self.state.values())
         if not same(list(self.state), params):
             states = [self.state[parameter] for parameter in params]
         try:
-            return {name: [state[name] for state in states] for name in self._names()}
+            found = {name: [state[name] for state in states] for name in self._names()}
         except KeyError:
             for parameter, state in zip(params, states):
                 for name in [name for name in self._names() if name not in state]:
                     zeros = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
                     state[name] = _count(0.0, parameter) if name == 'step' else zeros
-        return self._columns(params)
+            return self._columns(params, part)
+        return {name: part(values, values if name == 'step' else params, name) for name, values in found.items()}
 
     def _lay_out(self, params: list[Tensor]) -> None:
         """Lay state out as parameters are, which may have been replaced."""
@@ -415,6 +412,11 @@ class FusedOptimizer(Optimizer):
                         f'state[{index}][{name!r}] of the state dict has shape {shape}, and {expected} is expected: it '
                         f'belongs to another parameter.'
                     )
+
+
+def _as_they_are(tensors: Tensors, parameters: Tensors, name: str) -> list[Tensor]:
+    """Stand in for :func:`local_like` where nothing is sharded."""
+    return list(tensors)
 
 
 def _count(value: Any, parameter: Tensor, copy: bool = False) -> Tensor:

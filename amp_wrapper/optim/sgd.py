@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
+from ..shards import any_sharded
 from .fused import FusedOptimizer, Tensors
 
 
@@ -64,6 +65,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         # the first gradient is not dampened, so a momentum of zeros is not one that has not begun
         has_momentum, begins_at_0 = group['momentum'] != 0, group['momentum'] == 0 or group['dampening'] == 0
         return super()._knows(group) and begins_at_0 and has_momentum == (self.param_groups[0]['momentum'] != 0)
+
+    def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool | None) -> bool:
+        # torch has no fused step of sharded parameters
+        return super()._torch_fuses(group, is_plain) and not any_sharded(group['params'])
 
     def _begin(self, group: Mapping[str, Any]) -> None:
         # torch's begins all of a group or none, and leaves memory that nobody wrote where it skips the first step

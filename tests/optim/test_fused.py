@@ -20,7 +20,7 @@ from bits import same, same_bits
 from fused_training import KINDS, MOMENTUM, NEWER, THEIRS, advance, build, give, snapshot, weights
 from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
-from op_lists import NoHostRead, skip_without_library
+from op_lists import NoHostRead, ops_from, skip_without_library
 from torch import Tensor, nn
 
 from amp_wrapper import AmpCheckpointError, AmpConfigError, AmpUsageError, FusedAdam, FusedAdamW, FusedSGD, ops
@@ -136,6 +136,35 @@ def test_late_gradients_and_edits_of_groups_and_state_count(device: torch.device
             close(mine, theirs, message=f'{kwargs} {number}')
         for p, q in zip(mine, theirs):
             assert cls is FusedSGD or int(ours.state[p]['step']) == int(own.state[q]['step']) > 0
+
+
+@both
+def test_groups_of_unlike_options_take_the_steps_of_torch(device: torch.device) -> None:
+    for cls, *options in (
+        (FusedAdamW, dict(amsgrad=True), dict(amsgrad=False)),
+        (FusedSGD, dict(momentum=0.9), dict(momentum=0.0)),
+        (FusedSGD, dict(momentum=0.9), dict(momentum=0.9, dampening=0.5)),
+    ):
+        for first, second in (options, options[::-1]):
+            mine, theirs = weights(device), weights(device)
+            ours, own = (
+                kind([dict(params=p[:1], **first), dict(params=p[1:], **second)], lr=0.1)
+                for kind, p in ((cls, mine), (torchs(cls), theirs))
+            )
+            advance(ours, own, seeds=range(3))
+            close(mine, theirs, message=f'{first} {second}')
+            # how a step was taken is nobody's business
+            assert [group['fused'] for group in ours.param_groups] == [None, None]
+
+
+def test_moments_in_bfloat16_need_the_library(device: torch.device) -> None:
+    with ops_from('torch'):
+        mine = weights(device)
+        optimizer, before = FusedAdamW(mine, state_dtype='bfloat16'), [parameter.detach().clone() for parameter in mine]
+        give(mine, 0)
+        with pytest.raises(AmpUsageError, match=r'state_dtype.*build-ops'):
+            optimizer.step()
+        assert all(map(same_bits, before, mine)) and not optimizer.state
 
 
 def test_moments_of_16_bit_parameters(device: torch.device) -> None:
