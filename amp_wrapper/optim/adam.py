@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
+from ..errors import AmpConfigError
 from .fused import FusedOptimizer, Tensors
 
-#: torch 2.6 has two classes instead, and neither the argument nor the key in the groups.
+# torch 2.6 has two classes instead, and neither the argument nor the key in the groups
 _HAS_DECOUPLED = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
 
 
@@ -29,7 +30,7 @@ class _AdamSteps(FusedOptimizer):
         return (*self._in_state, 'max_exp_avg_sq') if self.param_groups[0]['amsgrad'] else self._in_state
 
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
-        is_decoupled = bool(group['decoupled_weight_decay'])
+        is_decoupled = bool(group.get('decoupled_weight_decay', self._decoupled))
         return [*group['betas'], group['eps'], group['weight_decay'], bool(group['maximize']), is_decoupled]
 
     def _call(self, grads: Tensors, params: Tensors, columns: Mapping[str, Tensors], *rest: Any, **given: Any) -> None:
@@ -38,16 +39,6 @@ class _AdamSteps(FusedOptimizer):
 
     def _knows(self, group: Mapping[str, Any]) -> bool:
         return super()._knows(group) and bool(group['amsgrad']) == bool(self.param_groups[0]['amsgrad'])
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's own."""
-        self.defaults.setdefault('decoupled_weight_decay', self._decoupled)
-        super().add_param_group(param_group)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault('decoupled_weight_decay', self._decoupled)
 
 
 class FusedAdam(_AdamSteps, torch.optim.Adam):
@@ -74,7 +65,7 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         capturable: Ignored.
         differentiable: True is refused.
         fused: None or True; False is refused.
-        decoupled_weight_decay: Whether weights decay as in AdamW.
+        decoupled_weight_decay: Whether weights decay as in AdamW. With torch 2.6, True is refused.
         state_dtype: 'float32' (None) or 'bfloat16': type of the moments of float32 and 16-bit parameters. float64
             and complex ones have moments of their own type.
 
@@ -113,7 +104,8 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         state_dtype: torch.dtype | str | None = None,
     ) -> None:
         self._check_arguments(state_dtype, fused, differentiable)
-        self._decoupled = bool(decoupled_weight_decay)
+        if decoupled_weight_decay and not _HAS_DECOUPLED:
+            raise AmpConfigError(['decoupled_weight_decay=True needs torch 2.7. Use FusedAdamW.'])
         options: dict[str, Any] = {'decoupled_weight_decay': decoupled_weight_decay} if _HAS_DECOUPLED else {}
         options.update(foreach=foreach, maximize=maximize, capturable=capturable, fused=fused)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

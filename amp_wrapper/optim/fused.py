@@ -7,13 +7,13 @@ serves. Everything else is the step of ``torch.optim``, fused where torch has th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import warnings
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -25,16 +25,12 @@ from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..ops.attributes import addresses, gradients, same
 from ..policy.levels import to_dtype
-from ..policy.nested import HALF_TYPES, parameters_of
-from ..shards import any_sharded, is_sharded, local, local_like, whole
-from ..torch_internals import is_traceable_wrapper_subclass, step_without_hooks
-
-#: What the compiled ops take, and devices for which ``torch.optim`` has fused steps.
-_DTYPES = frozenset((torch.float32, *HALF_TYPES))
-_TORCH_FUSES = frozenset(('cpu', 'cuda', 'mps', 'xpu'))
+from ..policy.nested import parameters_of
+from ..shards import any_sharded, local, local_like, whole
+from ..torch_internals import step_without_hooks
+from .tensors import are_dense, count_of, like, served_by_ops, served_by_torch
 
 Tensors = Sequence[Tensor]
-_DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ('dtype', 'device', 'layout'))
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,7 +76,7 @@ class FusedOptimizer(Optimizer):
     # "ask again"
     _is_served: bool | None = None
     _places: list[int] | None = None
-    # what _torch_serves says of each group
+    # what served_by_torch says of each group
     _plain: Sequence[bool | None] = ()
 
     # -- what the classes differ in ----------------------------------------------------------------------------------
@@ -128,17 +124,14 @@ class FusedOptimizer(Optimizer):
     def fuses(self) -> bool:
         """Whether the compiled ops serve all parameters and the options of their groups."""
         if self._is_served is None:
-            params = parameters_of(self)
-            devices = {parameter.device for parameter in params}
-            known = _DTYPES.issuperset(map(_DTYPE, params)) and all(map(_is_dense, params))
-            self._is_served = known and len(devices) == 1 and ops.serves(devices.pop())
+            self._is_served = served_by_ops(parameters_of(self))
         return self._is_served and all(map(self._knows, self.param_groups))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and reads no flag."""
         groups = self.param_groups
-        return self.fuses or all(self._torch_fuses(group, _torch_serves(group['params'])) for group in groups)
+        return self.fuses or all(self._torch_fuses(group, served_by_torch(group['params'])) for group in groups)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -149,7 +142,7 @@ class FusedOptimizer(Optimizer):
 
         Args:
             group: Of parameters and options.
-            is_plain: What :func:`_torch_serves` says of the parameters.
+            is_plain: What :func:`served_by_torch` says of the parameters.
         """
         if is_plain is None or not self._knows(group):
             return False
@@ -159,7 +152,7 @@ class FusedOptimizer(Optimizer):
         if is_plain and all(map(Tensor.is_contiguous, grads)):
             return True
         beside = [parameter.stride() for parameter, grad in zip(params, found) if grad is not None]
-        return _are_dense(grads) and beside == [grad.stride() for grad in grads]
+        return are_dense(grads) and beside == [grad.stride() for grad in grads]
 
     @contextmanager
     def updating(self, update: Update) -> Iterator[None]:
@@ -167,12 +160,7 @@ class FusedOptimizer(Optimizer):
 
         Args:
             update: From the engine that scales the loss.
-
-        Raises:
-            AmpUsageError: Inside another one.
         """
-        if self._update is not None:
-            raise AmpUsageError(f'{type(self).__name__}.updating() does not nest: leave the first one first.')
         self._update = update
         try:
             yield
@@ -198,10 +186,7 @@ class FusedOptimizer(Optimizer):
         if torch.compiler.is_dynamo_compiling():
             # nothing here is worth a graph
             return self._step_eagerly(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         with torch.no_grad():
             params, update = parameters_of(self), self._update
             if update is not None:
@@ -225,7 +210,7 @@ class FusedOptimizer(Optimizer):
         """Decide and update in one op, and return the decision; None, and nothing is done, where only torch can."""
         device, part = params[0].device, local_like if any_sharded(params) else _as_they_are
         rows = array('q', [row for row, group in enumerate(self.param_groups) for _ in group['params']])
-        if not all(map(operator.is_not, grads, repeat(None))):
+        if not all(map(operator.is_not, grads, itertools.repeat(None))):
             chosen = [place for place, grad in enumerate(grads) if grad is not None]
             params, grads = ([values[place] for place in chosen] for values in (params, grads))
             partners = [partners[place] for place in chosen] if partners else ()
@@ -241,17 +226,20 @@ class FusedOptimizer(Optimizer):
             self._call(found, here, columns, [] if same(beside, here) else beside, *rest, **given)
         except ValueError as error:
             # nothing was written: something is sparse, or lies in other ways than its parameter
-            self._is_served, name = None, type(self).__name__
-            if not self.fuses or not _are_dense(found):
+            self._is_served, who = None, type(self).__name__
+            if not self.fuses or not are_dense(found):
                 if decide is None:
                     return None
-                raise AmpUsageError(f'{name}: {error} Nothing was changed; torch.optim takes the next step.') from error
-            found, is_split = [_like(g, p) for g, p in zip(found, here)], any(b.dtype is torch.int16 for b in beside)
-            self._lay_out(params)
+                raise AmpUsageError(f'{who}: {error} Nothing was changed; torch.optim takes the next step.') from error
+            found, is_split = [like(g, p) for g, p in zip(found, here)], any(b.dtype is torch.int16 for b in beside)
+            # as parameters are, which may have been replaced
+            for parameter, name in itertools.product(params, self._names()):
+                state = self.state[parameter]
+                state[name] = (count_of if name == 'step' else like)(state[name], parameter)
             try:
                 self._call(found, here, self._columns(params, part), beside if is_split else [], *rest, **given)
             except ValueError as again:
-                raise AmpUsageError(f'{name}: {again} Nothing was changed. Remove state that does not fit.') from again
+                raise AmpUsageError(f'{who}: {again} Nothing was changed. Remove state that does not fit.') from again
             ops.multi_tensor_copy(here, beside if not is_split and beside else here)
         return decision
 
@@ -266,16 +254,9 @@ class FusedOptimizer(Optimizer):
             for parameter, state in zip(params, states):
                 for name in [name for name in self._names() if name not in state]:
                     zeros = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
-                    state[name] = _count(0.0, parameter) if name == 'step' else zeros
+                    state[name] = count_of(0.0, parameter) if name == 'step' else zeros
             return self._columns(params, part)
         return {name: part(values, values if name == 'step' else params, name) for name, values in found.items()}
-
-    def _lay_out(self, params: list[Tensor]) -> None:
-        """Lay state out as parameters are, which may have been replaced."""
-        for parameter in params:
-            state = self.state[parameter]
-            for name in self._names():
-                state[name] = (_count if name == 'step' else _like)(state[name], parameter)
 
     def _hyper_parameters(self, device: torch.device) -> tuple[Tensor, list[Tensor], list[int]]:
         """Read the groups: float64 (groups, 7) on the CPU, each lr that is read on the device, and the groups of these."""
@@ -322,8 +303,8 @@ class FusedOptimizer(Optimizer):
             for parameter, state in self.state.items():
                 for name in self._moments:
                     if state.get(name) is not None:
-                        state[name] = _like(state[name].to(parameter.dtype), parameter)
-            self._places, self._plain = places, [_torch_serves(group['params']) for group in self.param_groups]
+                        state[name] = like(state[name].to(parameter.dtype), parameter)
+            self._places, self._plain = places, [served_by_torch(group['params']) for group in self.param_groups]
         # torch's kernels compare the flag with 1
         for name, value in self._scaling(params[0].device).items():
             setattr(self, 'grad_scale' if name == 'scale' else name, value)
@@ -384,7 +365,7 @@ class FusedOptimizer(Optimizer):
             for name in (*self._moments, 'step'):
                 value = state.get(name)
                 if value is not None and name == 'step':
-                    self.state[parameter][name] = _count(value, parameter, copy=True)
+                    self.state[parameter][name] = count_of(value, parameter, copy=True)
                 elif value is not None:
                     moment = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                     self.state[parameter][name] = moment.copy_(value.detach())
@@ -417,38 +398,3 @@ class FusedOptimizer(Optimizer):
 def _as_they_are(tensors: Tensors, parameters: Tensors, name: str) -> list[Tensor]:
     """Stand in for :func:`local_like` where nothing is sharded."""
     return list(tensors)
-
-
-def _count(value: Any, parameter: Tensor, copy: bool = False) -> Tensor:
-    """Return a number of steps as the ops take it: a float32 scalar on the device of the parameter."""
-    found = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    return found.reshape(()).to(parameter.device, torch.float32, copy=copy)
-
-
-def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor of its shape that lies where a parameter does, with the same strides; a copy where it does not."""
-    if tensor.shape != parameter.shape or (tensor.device, tensor.stride()) == (parameter.device, parameter.stride()):
-        return tensor
-    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
-
-
-def _torch_serves(params: Sequence[Tensor]) -> bool | None:
-    """Return whether parameters that torch's fused steps take are contiguous; None for others.
-
-    16-bit ones on CPUs are among these: torch steps them wrong, seen in 2.6 to 2.13.
-    """
-    kinds = set(zip(map(_DTYPE, params), map(_DEVICE, params)))
-    on_cpus = any(device.type == 'cpu' and dtype in HALF_TYPES for dtype, device in kinds)
-    known = all(dtype.is_floating_point and device.type in _TORCH_FUSES for dtype, device in kinds)
-    return all(map(Tensor.is_contiguous, params)) if known and not on_cpus else None
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """Return whether the ops can walk through the memory of a parameter, in whatever order its elements are."""
-    is_plain = is_sharded(parameter) or not is_traceable_wrapper_subclass(parameter)
-    return is_plain and (parameter.is_contiguous() or torch.empty_like(parameter).stride() == parameter.stride())
-
-
-def _are_dense(grads: Sequence[Tensor | None]) -> bool:
-    """Return whether no gradient is sparse."""
-    return {grad.layout for grad in grads if grad is not None} <= {torch.strided}

@@ -149,10 +149,17 @@ def test_overflow_is_found_wherever_it_is(device: torch.device) -> None:
         tensors = [torch.ones(shape, device=device, dtype=dtype) for shape in shapes]
         if tensors[bad].numel():
             tensors[bad][place] = value
-            found = scalar(device)
-            ops.multi_tensor_isnonfinite(tensors, found)
-            if found.item() != 1.0:
-                missed.append((value, dtype, shapes, bad, place))
+            others = [torch.ones_like(tensor) for tensor in tensors]
+            for name, arguments in (
+                ('isnonfinite', ()),
+                ('scale', (others, None)),
+                ('axpby', (others, None, None)),
+                ('l2norm', (None,)),
+            ):
+                found = scalar(device)
+                getattr(ops, f'multi_tensor_{name}')(tensors, *arguments, found)
+                if found.item() != 1.0:
+                    missed.append((name, value, dtype, shapes, bad, place))
     assert not missed
 
 

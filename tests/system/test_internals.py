@@ -70,16 +70,6 @@ def test_hooks_of_modules_are_found() -> None:
     assert len(torch_internals.saving_and_loading_hooks(module)) == 1
 
 
-def test_fused_sgd_skips_where_a_flag_is_set() -> None:
-    p, gradient, momentum = torch.zeros(5), torch.ones(5), torch.zeros(5)
-    words = dict(
-        weight_decay=0.0, momentum=0.9, lr=0.5, dampening=0.0, nesterov=False, maximize=False, is_first_step=False
-    )
-    for skip in (0.0, 1.0):
-        torch_internals.fused_sgd([p], [gradient], [momentum], **words, found_inf=torch.full((), skip))
-        assert p.tolist() == [-0.5] * 5 and momentum.tolist() == [1.0] * 5
-
-
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
