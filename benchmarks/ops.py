@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,7 +77,6 @@ class Case:
         ours: The call.
         peers: Sequences of torch operations with the same meaning, by name.
         bytes: Memory traffic that the op cannot avoid.
-        written: What ours and the peers write, if it is no result.
     """
 
     op: str
@@ -85,7 +84,6 @@ class Case:
     ours: Callable[[], object]
     peers: dict[str, Callable[[], object]]
     bytes: int
-    written: Sequence[Tensor] = ()
 
 
 NAMES = {torch.float32: 'float32', torch.float16: 'float16', torch.bfloat16: 'bfloat16'}
@@ -112,7 +110,6 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
             lambda: ops.multi_tensor_scale(sums, sums, one, found),
             {'unscale_': lambda: _unscale(sums, found, one)},
             8 * count,
-            sums,
         ),
         Case(
             'multi_tensor_scale',
@@ -120,7 +117,6 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
             lambda: ops.multi_tensor_scale(sums, sums, one, None),
             {'_foreach_mul_': lambda: torch._foreach_mul_(sums, one)},
             8 * count,
-            sums,
         ),
     ]
     return rows
@@ -169,7 +165,6 @@ def _cases_of(
             lambda: ops.multi_tensor_scale(tensors, sums, one, found),
             {'_foreach_copy_, unscale_': copy_unscale, 'mul(out=), _foreach_norm': mul_norm},
             (size + 4) * count,
-            sums,
         ),
         Case(
             'multi_tensor_axpby',
@@ -177,7 +172,6 @@ def _cases_of(
             lambda: ops.multi_tensor_axpby(tensors, sums, third),
             adds,
             (size + 8) * count,
-            sums,
         ),
         Case(
             'multi_tensor_l2norm',
@@ -192,7 +186,6 @@ def _cases_of(
             lambda: ops.multi_tensor_isnonfinite(tensors, found),
             checks,
             size * count,
-            [found],
         ),
     ]
 
