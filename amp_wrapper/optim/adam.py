@@ -75,8 +75,8 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         differentiable: True is refused.
         fused: None or True; False is refused. Each step is fused where it can be.
         decoupled_weight_decay: Whether weights decay as in AdamW.
-        state_dtype: 'float32' (None) or 'bfloat16': type of the moments in steps of the compiled ops. In steps of torch's it is
-            that of the parameter, and 'bfloat16' an error at the step where that is float32.
+        state_dtype: 'float32' (None) or 'bfloat16': type of the moments in steps of the compiled ops. In torch's own steps it
+            is that of the parameter, and 'bfloat16' an error at the step where that is float32.
 
     Raises:
         AmpConfigError: ``state_dtype``, ``fused`` or ``differentiable`` that cannot be.
