@@ -136,8 +136,8 @@ def measure(
         parts.append([name, '**of a step without**', f'**{added / min(step, busy) * 100:.3f} %**'])
         if name == 'O0, checked':
             buffers = list(loops[True].model.buffers())
-            groups = [group for each in loops[True].wrapper._engine.snapshots for group in each._groups]
-            held = sum(flat.nbytes for group in groups for flat in (group._first, group._now))
+            groups = [group for each in loops[True].wrapper._engine.snapshots for group in each._groups.values()]
+            held = sum(flat.nbytes for group in groups for flat in (group._before, group._now))
             bytes_ = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
             size = f'{len(buffers)} buffers of {bytes_:,} bytes; the copies, and room for what is written back: {held:,} bytes.'
     return steps, parts, size

@@ -141,7 +141,8 @@ def steps(stage: str) -> list[Step]:
     if stage == 'step':
         bench = python('benchmarks.step', '--threads', '1', *rounds, *cuda)
         hooks = [python(f'benchmarks.{name}', *cuda, needs=('gpu', 'mmengine')) for name in ('buffers', 'monitoring')]
-        return [device_tests(stage, 'cuda', 'gpu'), Step((bench,), share=3), Step(tuple(hooks))]
+        beside = python('benchmarks.step', '--beside-torch', '--device', 'cuda')
+        return [device_tests(stage, 'cuda', 'gpu'), Step((bench, beside), share=3), Step(tuple(hooks))]
     if stage == 'engine':
         return [device_tests(stage, 'cuda', 'gpu')]
     if stage == 'end-to-end':

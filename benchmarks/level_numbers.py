@@ -144,7 +144,7 @@ def head(command: str) -> str:
     """Where and when."""
     return (
         f'`{command}`, {datetime.date.today()}, {processor()}, {platform.machine()}, one thread, Python '
-        f'{platform.python_version()}, torch {torch.__version__}, {mmengine_version()}, {ops.backend_of("cpu")}.'
+        f'{platform.python_version()}, torch {torch.__version__}, {mmengine_version()}, ops: {ops.backend()}.'
     )
 
 

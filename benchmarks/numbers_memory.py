@@ -168,7 +168,7 @@ class Trained:
         stepped = [parameter for group in self.optimizer.param_groups for parameter in group['params']]
         others = [parameter for parameter in stepped if not any(parameter is weight for weight in weights)]
         if self.setup.split:
-            copies = self.wrapper._engine.lists().copies
+            copies = self.wrapper._engine.params.lists().copies
             others += [copy for copy in copies if copy is not None and not any(copy is weight for weight in weights)]
         state = [v for values in self.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         gradients = [parameter.grad for parameter in (*weights, *others) if parameter.grad is not None]

@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,7 +77,6 @@ class Case:
         ours: The call.
         peers: Sequences of torch operations with the same meaning, by name.
         bytes: Memory traffic that the op cannot avoid.
-        written: What ours and the peers write, if it is no result.
     """
 
     op: str
@@ -85,14 +84,13 @@ class Case:
     ours: Callable[[], object]
     peers: dict[str, Callable[[], object]]
     bytes: int
-    written: Sequence[Tensor] = ()
 
 
 NAMES = {torch.float32: 'float32', torch.float16: 'float16', torch.bfloat16: 'bfloat16'}
 
 
 def cases(shapes: Shapes, device: torch.device) -> list[Case]:
-    """Every list op but those of a whole step (:mod:`benchmarks.step`), in the types that training has them in."""
+    """Return every compiled list op, in the types that training has them in; :mod:`benchmarks.step` has whole steps."""
 
     def new(dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -100,12 +98,11 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
 
     # 1 keeps what is scaled in place the same over thousands of calls; no sequence takes a short cut for it
     one, found = torch.ones((), device=device), torch.zeros((), device=device)
-    third = torch.tensor(1 / 3, device=device)
-    single, sums = new(torch.float32), new(torch.float32)
+    sums = new(torch.float32)
     count = sum(math.prod(shape) for shape in shapes)
     rows: list[Case] = []
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        rows += _cases_of(dtype, new(dtype), single, sums, count, one, third, found)
+        rows += _cases_of(dtype, new(dtype), sums, count, one, found)
     rows += [
         Case(
             'multi_tensor_scale',
@@ -113,7 +110,6 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
             lambda: ops.multi_tensor_scale(sums, sums, one, found),
             {'unscale_': lambda: _unscale(sums, found, one)},
             8 * count,
-            sums,
         ),
         Case(
             'multi_tensor_scale',
@@ -121,7 +117,6 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
             lambda: ops.multi_tensor_scale(sums, sums, one, None),
             {'_foreach_mul_': lambda: torch._foreach_mul_(sums, one)},
             8 * count,
-            sums,
         ),
     ]
     return rows
@@ -132,25 +127,15 @@ def _unscale(tensors: list[Tensor], found: Tensor, inverse: Tensor) -> None:
 
 
 def _cases_of(
-    dtype: torch.dtype,
-    tensors: list[Tensor],
-    single: list[Tensor],
-    sums: list[Tensor],
-    count: int,
-    one: Tensor,
-    third: Tensor,
-    found: Tensor,
+    dtype: torch.dtype, tensors: list[Tensor], sums: list[Tensor], count: int, one: Tensor, found: Tensor
 ) -> list[Case]:
     """The ops that read ``tensors`` of a type."""
     name, size = NAMES[dtype], dtype.itemsize
+    third = torch.full_like(one, 1 / 3)
 
     def copy_unscale() -> None:
         torch._foreach_copy_(sums, tensors)
         _unscale(sums, found, one)
-
-    def copy_unscale_norm() -> None:
-        copy_unscale()
-        torch.nn.utils.get_total_norm(sums)
 
     def mul_norm() -> None:
         for source, target in zip(tensors, sums):
@@ -165,124 +150,44 @@ def _cases_of(
             found, torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all().logical_not().float(), out=found
         )
 
-    # bare, without the checks that our own reference has
-    def refresh() -> None:
-        flags = []
-        for weight, master in zip(tensors, single):
-            differs = master.to(dtype) != weight
-            master.copy_(torch.where(differs, weight, master))
-            flags.append(differs.any())
-        torch.stack(flags)
-
-    def largest() -> Tensor:
-        return torch.stack(torch._foreach_norm(tensors, math.inf)).max()
-
-    counts = torch.zeros(len(tensors), ops.EXPONENTS, dtype=torch.int64, device=found.device)
-    most = torch.zeros(len(tensors), device=found.device)
-
-    # zeros and what is not finite fall together with others here
-    def exponents() -> None:
-        for row, peak, tensor in zip(counts, most, tensors):
-            powers = torch.frexp(tensor.reshape(-1).float()).exponent
-            row += torch.bincount(powers.clamp_(-126, 129) + 126, minlength=ops.EXPONENTS)
-            torch.maximum(peak, tensor.abs().max(), out=peak)
-
     adds = {
         '_foreach_mul, _foreach_add_': mul_add,
         '_foreach_add_(alpha=)': lambda: torch._foreach_add_(sums, tensors, alpha=1 / 3),
     }
-    rows = [
+    checks = {
+        '_foreach_norm(inf), isfinite': finite,
+        'unscale_ by 1': lambda: _unscale(tensors, found, one),
+    }
+    return [
         Case(
             'multi_tensor_scale',
             f'{name} to float32, flag',
             lambda: ops.multi_tensor_scale(tensors, sums, one, found),
             {'_foreach_copy_, unscale_': copy_unscale, 'mul(out=), _foreach_norm': mul_norm},
             (size + 4) * count,
-            sums,
-        ),
-        Case(
-            'multi_tensor_copy',
-            f'float32 to {name}',
-            lambda: ops.multi_tensor_copy(single, tensors),
-            {'_foreach_copy_': lambda: torch._foreach_copy_(tensors, single)},
-            (4 + size) * count,
-            tensors,
         ),
         Case(
             'multi_tensor_axpby',
             f'{name} added to float32',
-            lambda: ops.multi_tensor_axpby(tensors, sums, sums, third, None, None),
+            lambda: ops.multi_tensor_axpby(tensors, sums, third),
             adds,
             (size + 8) * count,
-            sums,
         ),
         Case(
             'multi_tensor_l2norm',
             f'{name}, flag',
-            lambda: ops.multi_tensor_l2norm(tensors, one, found)[0],
+            lambda: ops.multi_tensor_l2norm(tensors, one, found),
             {'get_total_norm, no flag': lambda: torch.nn.utils.get_total_norm(tensors)},
-            size * count,
-        ),
-        Case(
-            'multi_tensor_scale_l2norm',
-            f'{name} to float32, flag',
-            lambda: ops.multi_tensor_scale_l2norm(tensors, sums, one, found),
-            {'_foreach_copy_, unscale_, get_total_norm': copy_unscale_norm},
-            (size + 4) * count,
-            sums,
-        ),
-        Case(
-            'multi_tensor_maxnorm',
-            f'{name}, flag',
-            lambda: ops.multi_tensor_maxnorm(tensors, one, found)[0],
-            {'_foreach_norm(inf), max, no flag': largest},
             size * count,
         ),
         Case(
             'multi_tensor_isnonfinite',
             name,
             lambda: ops.multi_tensor_isnonfinite(tensors, found),
-            {
-                '_foreach_norm(inf), isfinite': finite,
-                'unscale_ by 1': lambda: _unscale(tensors, found, one),
-            },
+            checks,
             size * count,
-            [found],
-        ),
-        Case(
-            'multi_tensor_exponents',
-            name,
-            lambda: ops.multi_tensor_exponents(tensors, counts, most),
-            {'frexp, bincount, abs, max': exponents},
-            size * count,
-            [counts, most],
         ),
     ]
-    if dtype is not torch.float32:
-        rows.append(
-            Case(
-                'multi_tensor_refresh',
-                f'{name} and float32',
-                lambda: ops.multi_tensor_refresh(tensors, single),
-                {'to, !=, where, copy_': refresh},
-                (size + 4) * count,
-                single,
-            )
-        )
-    return rows
-
-
-def scale_case(device: torch.device) -> Case:
-    """The one op that takes no list."""
-    scale, tracker = torch.full((), 2.0**16, device=device), torch.zeros((), dtype=torch.int32, device=device)
-    left, found = torch.ones((), dtype=torch.int32, device=device), torch.zeros((), device=device)
-    return Case(
-        'update_scale',
-        'one scalar',
-        lambda: ops.update_scale(scale, tracker, left, found, 2.0, 0.5, 2000, 1, None, 2.0**24),
-        {'_amp_update_scale_': lambda: torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)},
-        0,
-    )
 
 
 def seconds(calls: dict[str, Callable[[], object]], device: torch.device, budget: float) -> dict[str, float]:
@@ -321,31 +226,26 @@ def measure(device: torch.device, threads: int, huge: int, budget: float, only: 
             rows = cases(shapes, device)
             table += [row(case, name, threads, device, budget) for case in rows]
             print('\n'.join('  '.join(line) for line in table[-len(rows) :]), file=sys.stderr, flush=True)
-    if not only:
-        table.append(row(scale_case(device), 'one scalar', threads, device, budget))
     return table
 
 
 def row(case: Case, name: str, threads: int, device: torch.device, budget: float) -> list[str]:
     """One line: op, types, list, threads, microseconds, bytes per second, beside a copy, the fastest peer, the ratio."""
     calls: dict[str, Callable[[], object]] = {'ours': case.ours, **case.peers}
-    if case.bytes:
-        # a copy reads and writes: half of the bytes each
-        source = torch.ones(max(case.bytes // 8, 1), device=device)
-        target = torch.empty_like(source)
-        calls['a copy'] = lambda: target.copy_(source)
+    # a copy reads and writes: half of the bytes each
+    source = torch.ones(max(case.bytes // 8, 1), device=device)
+    target = torch.empty_like(source)
+    calls['a copy'] = lambda: target.copy_(source)
     times = seconds(calls, device, budget)
     best = min(case.peers, key=lambda peer: times[peer])
-    speed = f'{case.bytes / times["ours"] / 1e9:.1f}' if case.bytes else ''
-    share = f'{times["a copy"] / times["ours"]:.2f}' if case.bytes else ''
     return [
         case.op,
         case.what,
         name,
         str(threads),
         f'{times["ours"] * 1e6:.0f}' if times['ours'] > 1e-5 else f'{times["ours"] * 1e6:.1f}',
-        speed,
-        share,
+        f'{case.bytes / times["ours"] / 1e9:.1f}',
+        f'{times["a copy"] / times["ours"]:.2f}',
         f'{best}: {times[best] * 1e6:.0f}' if times[best] > 1e-5 else f'{best}: {times[best] * 1e6:.1f}',
         f'{times[best] / times["ours"]:.2f}',
     ]
@@ -385,7 +285,7 @@ def main() -> None:
             '# The bundled ops beside torch',
             '',
             f'{datetime.date.today()}, {machine}, '
-            f'Python {platform.python_version()}, torch {torch.__version__}, {ops.backend_of(device)}. '
+            f'Python {platform.python_version()}, torch {torch.__version__}, ops: {ops.backend()}. '
             'Medians of at least nine rounds, all calls of a row by turns. "Of a copy" compares with `copy_` over one pair '
             'of float32 tensors with as many bytes in all. The ratio is the time of the fastest of torch over ours.',
             '',

@@ -5,32 +5,47 @@ Every way begins with fresh gradients of a backward pass, on the parameters of a
 package with its own and with torch's optimizers, mmengine's stock wrapper, torch.amp, sequences of torch operations that mean
 the same as O2, and the fused optimizers of apex and TransformerEngine where they are installed.
 
-``--end-to-end`` times whole training steps in their place, on a GPU.
+``--end-to-end`` times whole training steps in their place, on a GPU. ``--beside-torch`` times ``FusedAdamW``, without a
+compiled library and with it, beside torch's own AdamW at the same level.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
-from .ops import RESULTS, Shapes
+from amp_wrapper.ops import loader
+
+from . import pages
+from .ops import RESULTS, Shapes, resnet50
 from .step_counting import allocations, counts_of, launches
 from .step_models import MODELS, elements, shrunk
 from .step_page import Block, Row, draw, page, table
-from .step_ways import Case, Step, Unavailable, Way, noise, ways
+from .step_ways import Case, Ours, Step, Unavailable, Way, noise, our_optimizer, torch_optimizer, ways
 
 #: Elements of the list that is counted: as many tensors as in the model, with the same shares.
 COUNTED = 2**20
 #: Elements of a tensor whose copy tells the bandwidth.
 COPIED = {'cpu': 2**25, 'cuda': 2**28}
+#: What ``--beside-torch`` steps; on tiny tensors, the time is that of the host.
+BESIDE_TORCH: dict[str, Shapes] = {
+    '100 small tensors': [(1000,)] * 100,
+    '1,000 small tensors': [(1000,)] * 1000,
+    '200 tiny tensors': [(4, 4)] * 200,
+    'ResNet-50, 25.6 million': resnet50(),
+}
 DTYPES = {'float16': torch.float16, 'bfloat16': torch.bfloat16}
 
 
@@ -187,6 +202,75 @@ def copy_bandwidth(size: int, device: torch.device) -> float:
     return 8 * size / min(times)
 
 
+# -- beside torch's AdamW ----------------------------------------------------------------------------------------------
+
+
+class Halves(Ours):
+    """A step of this package in which every other parameter has a gradient: the same ones each time, or by turns."""
+
+    changes = False
+    _turn = 0
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._turn += self.changes
+        for weight in list(self.model.parameters())[self._turn % 2 :: 2]:
+            weight.grad = None
+
+
+@contextmanager
+def ops_from(setting: str) -> Iterator[None]:
+    """Let a value of ``AMP_WRAPPER_OPS`` say what serves the ops: 'torch' for no library."""
+    with mock.patch.dict(os.environ, AMP_WRAPPER_OPS=setting):
+        loader.library.cache_clear()
+        yield
+    loader.library.cache_clear()
+
+
+def beside_torch(shapes: Shapes, level: str, device: torch.device, rounds: int) -> list[str]:
+    """Measure one row: milliseconds of torch's fastest AdamW, and ratios without a library, then with it."""
+    case = Case('AdamW', False, torch.float16, device)
+    build = functools.partial(Ours, case, shapes, (level, level), words={})
+    # who steps, or which gradients there are, and what serves the ops
+    steps: dict[tuple[str, str], Step] = {}
+    for setting in ('torch', ''):
+        with ops_from(setting):
+            steps['all', setting] = build(optimizer=our_optimizer)
+            for name in ('steady', 'changing'):
+                half = Halves(case, shapes, (level, level), our_optimizer, {})
+                half.changes = name == 'changing'
+                steps[name, setting] = half
+    for name in ('fused', 'foreach'):
+        steps[name, ''] = build(optimizer=functools.partial(torch_optimizer, **{name: True}))
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
+    for turn in range(3 + rounds):
+        for key, step in steps.items():
+            with ops_from(key[1]):
+                taken, _ = once(step, device)
+            # the first ones make state
+            times[key] += [taken] if turn >= 3 else []
+    best = min((times['fused', ''], times['foreach', '']), key=statistics.median)
+    cells = [f'{statistics.median(best) * 1e3:.3f}']
+    for setting in ('torch', ''):
+        for ours, base in ((times['all', setting], best), (times['changing', setting], times['steady', setting])):
+            cells.append(f'{statistics.median(a / b for a, b in zip(ours, base)):.2f}')
+    return cells
+
+
+def beside_torch_table(device: torch.device, threads: int, rounds: int) -> str:
+    """Measure all rows of ``--beside-torch``."""
+    torch.set_num_threads(threads)
+    rows = []
+    for title, shapes in BESIDE_TORCH.items():
+        for level in ('O0', 'O2', 'O5'):
+            many = rounds if elements(shapes) > 1e7 else 10 * rounds
+            rows.append([title, level, *beside_torch(shapes, level, device, many)])
+            print('  '.join(rows[-1]), file=sys.stderr, flush=True)
+            tidy(device)
+    heads = ["torch's AdamW, ms", 'without a library', 'changing to steady gradients', 'with it', 'changing to steady']
+    return '\n'.join(pages.table(['parameters', 'level', *heads], rows))
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -221,11 +305,15 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], object] = prin
         help='to FILE, or benchmarks/results/step_<device>.md',
     )
     parser.add_argument('--end-to-end', action='store_true', help='whole training steps, on a GPU')
+    parser.add_argument('--beside-torch', action='store_true', help="FusedAdamW beside torch's AdamW, printed only")
     args = parser.parse_args(words)
     if torch.device(args.device).type == 'cuda' and not torch.cuda.is_available():
         parser.error('--device cuda: torch sees no GPU.')
     # with its number, as tensors have it
     device = torch.empty(0, device=args.device).device
+    if args.beside_torch:
+        say(beside_torch_table(device, args.threads[0], args.rounds))
+        return
     command = ' '.join(['python -m benchmarks.step', *(sys.argv[1:] if words is None else words)])
     path = args.write
     if path == Path():

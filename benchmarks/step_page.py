@@ -258,7 +258,7 @@ def page(blocks: Sequence[Block], command: str, plot: str | None, rounds: int) -
         f'# The optimizer step, side by side: {models}',
         '',
         f'`{command}`: {datetime.date.today()}, {machine}, Python {platform.python_version()}, torch {torch.__version__}, '
-        f'{mmengine_version()}, {ops.backend_of(device)}. Load of the machine: {os.getloadavg()[0]:.2f}. '
+        f'{mmengine_version()}, ops: {ops.backend()}. Load of the machine: {os.getloadavg()[0]:.2f}. '
         f'{rounds} rounds, in which all ways of a table take turns.',
         '',
         'A step is everything between the end of backward and updated weights. "To fused" is the time over that of this '

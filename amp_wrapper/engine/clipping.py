@@ -105,7 +105,7 @@ class GradientClip:
         )
 
     def prologue(self) -> dict[str, float]:
-        """Keyword arguments of :func:`~amp_wrapper.ops.step_prologue`."""
+        """Return the keyword arguments of :func:`~amp_wrapper.ops.fused_adam` that clip."""
         name = _CLIP_KEYS[self.kind][0]
         return {name: float(self.arguments[name])}
 

@@ -15,7 +15,7 @@ from ..policy.levels import IN_BFLOAT16, Policy
 
 logger = logging.getLogger('amp_wrapper')
 
-#: Where the numbers of a step's info stand (:func:`amp_wrapper.ops.step_prologue`).
+#: Where the numbers of a step's info stand (:data:`amp_wrapper.ops.DECISION`).
 SKIP, GRAD_NORM, LOSS_SCALE, SKIPS, STREAK = 0, 4, 5, 6, 7
 #: The same for what :attr:`StepResult.shows`.
 COLUMNS = {'grad_norm': GRAD_NORM, 'loss_scale': LOSS_SCALE, 'skips': SKIPS}
@@ -139,7 +139,7 @@ class StepResult:
     Attributes:
         skipped: Whether the step was left out because a gradient was non-finite; None where the host has not asked:
             :meth:`was_skipped` does.
-        info: float32 tensor of eight on the device, of :func:`amp_wrapper.ops.step_prologue`; None where nothing was
+        info: float32 tensor of eight on the device, as :data:`amp_wrapper.ops.DECISION` lists them; None where nothing was
             scaled, checked or clipped.
         shows: Which of the :data:`COLUMNS` of ``info`` mean something: ``grad_norm``, before clipping (NaN at a skipped step),
             ``loss_scale`` after the step, ``skips`` so far.

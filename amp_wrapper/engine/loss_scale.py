@@ -102,7 +102,7 @@ class LossScaler:
         return None if self.is_one else self.current_scale.reciprocal()
 
     def prologue(self, moves: bool) -> dict[str, Any]:
-        """Return what :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, to move it and to count.
+        """Return what :func:`~amp_wrapper.ops.fused_adam` is given to unscale by this scale, to move it and to count.
 
         Args:
             moves: Whether the step moves the scale, where it is dynamic.

@@ -172,7 +172,7 @@ def update_scale(
 ) -> None:
     """Move a loss scale and its trackers after a step, by the rule of :class:`~amp_wrapper.engine.loss_scale.LossScaler`.
 
-    No host read. ``csrc/common/step_prologue.h`` has the same rule for fused steps.
+    No host read. ``csrc/common/functors.h`` has the same rule for fused steps.
 
     Args:
         scale: float32 scalar, in place.

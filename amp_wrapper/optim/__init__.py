@@ -1,4 +1,4 @@
-"""Optimizers of ``torch.optim`` whose step is one pass over memory; all else is as in ``torch.optim``."""
+"""Optimizers of ``torch.optim`` whose step is one pass over memory where the compiled ops serve; all else is torch's."""
 
 from .adam import FusedAdam, FusedAdamW
 from .fused import FusedOptimizer, Update

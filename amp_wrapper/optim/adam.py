@@ -45,29 +45,29 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
     """:class:`torch.optim.Adam`, one pass over gradient, weight and state, and no wait for the device.
 
     A ``torch.optim.Adam`` in every other respect: its groups, its state names, its state dict in both directions, its hooks.
-    Each step is that of ``torch.optim.Adam(fused=True)``. In addition it takes 16-bit parameters with float32 moments, never
-    takes a skipped step for a first one, and runs in CUDA graphs whatever ``capturable`` says.
+    The compiled ops take the steps of dense float32, float16 and bfloat16 parameters of one device that they serve, where all
+    groups have the same ``amsgrad``: those of ``torch.optim.Adam(fused=True)``, with float32 moments of 16-bit parameters, and
+    in CUDA graphs whatever ``capturable`` says. All other steps are torch's own, fused where torch can.
 
-    Inside :class:`~amp_wrapper.AmpOptimWrapper` the same pass unscales, clips, skips, and writes the
-    16-bit model weights.
+    Inside :class:`~amp_wrapper.AmpOptimWrapper` the pass of the compiled ops unscales, clips, skips, and writes the
+    16-bit model weights, too.
 
     Args:
-        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones,
-            and all where no compiled op serves the device, are stepped by torch's own fused functions.
-        lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
-            the CPU beside parameters elsewhere is read by the host.
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device.
+        lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph, which
+            keeps a number as it is, and warns; one on the CPU beside parameters elsewhere is read by the host.
         betas: Decay of the two averages. Tensors are read by the host.
         eps: Added to the denominator.
         weight_decay: Added to the gradient as ``weight_decay * weight``.
         amsgrad: Whether the largest second moment so far is divided by.
-        foreach: Accepted and ignored, as are ``capturable`` and ``fused``: there is one implementation.
+        foreach: How torch's own steps work that are not fused; as in torch.
         maximize: Whether to go up.
-        capturable: Ignored.
+        capturable: Of torch's own steps, as in torch.
         differentiable: True is refused.
-        fused: None or True; False is refused.
+        fused: None or True; False is refused. Each step is fused where it can be.
         decoupled_weight_decay: Whether weights decay as in AdamW. With torch 2.6, True is refused.
-        state_dtype: 'float32' (None) or 'bfloat16': type of the moments of float32 and 16-bit parameters. float64
-            and complex ones have moments of their own type.
+        state_dtype: 'float32' (None) or 'bfloat16': type of the moments in steps of the compiled ops. In torch's own steps it
+            is that of the parameter, and 'bfloat16' an error at the step where that is float32.
 
     Raises:
         AmpConfigError: ``state_dtype``, ``fused`` or ``differentiable`` that cannot be.
@@ -124,8 +124,8 @@ class FusedAdamW(_AdamSteps, torch.optim.AdamW):
         weight_decay: Weights are multiplied by ``1 - lr * weight_decay``.
         amsgrad: Whether the largest second moment so far is divided by.
         maximize: Whether to go up.
-        foreach: Ignored.
-        capturable: Ignored.
+        foreach: Of torch's own steps.
+        capturable: Of torch's own steps.
         differentiable: True is refused.
         fused: None or True; False is refused.
         state_dtype: 'float32' (None) or 'bfloat16'.

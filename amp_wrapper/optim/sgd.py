@@ -18,30 +18,28 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     """:class:`torch.optim.SGD`, one pass over gradient, weight and momentum, and no wait for the device.
 
     A ``torch.optim.SGD`` in every other respect: its groups, its state names, its state dict in both directions, its hooks.
-    Each step is that of ``torch.optim.SGD(fused=True)``, without two of its defects: momentum that is begun by a skipped step
-    is not taken for momentum, and a parameter may get its first gradient late.
+    The compiled ops take the steps of dense float32, float16 and bfloat16 parameters of one device that they serve, where all
+    groups have momentum or none has, and without dampening: those of ``torch.optim.SGD(fused=True)``. All other steps are
+    torch's own, fused where torch can. In both, a skipped first step begins no momentum, which torch's fused SGD takes from
+    memory that nobody wrote, and a parameter may get its first gradient late.
 
-    Beside ``momentum_buffer``, a parameter's state holds ``step``, how many steps it took with momentum: at 0 its momentum is
-    not begun. ``state_dict()`` leaves the state of such parameters out, so that torch's own can load it.
-
-    Inside :class:`~amp_wrapper.AmpOptimWrapper` the same pass unscales, clips, skips, and writes the
-    16-bit model weights.
+    Inside :class:`~amp_wrapper.AmpOptimWrapper` the pass of the compiled ops unscales, clips, skips, and writes the
+    16-bit model weights, too.
 
     Args:
-        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones,
-            and all where no compiled op serves the device, are stepped by torch's own fused functions.
-        lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
-            the CPU beside parameters elsewhere is read by the host.
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device.
+        lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph, which
+            keeps a number as it is, and warns; one on the CPU beside parameters elsewhere is read by the host.
         momentum: Of the running sum of gradients; 0 for none.
-        dampening: What is left out of each gradient after the first.
+        dampening: What is left out of each gradient after the first; above 0, torch's own steps are taken.
         weight_decay: Added to the gradient as ``weight_decay * weight``.
         nesterov: Whether to look ahead.
         maximize: Whether to go up.
-        foreach: Accepted and ignored, as is ``fused``: there is one implementation.
+        foreach: How torch's own steps work that are not fused; as in torch.
         differentiable: True is refused.
-        fused: None or True; False is refused.
-        state_dtype: 'float32' (None) or 'bfloat16': type of the momentum of float32 and 16-bit parameters. float64
-            and complex ones have momentum of their own type.
+        fused: None or True; False is refused. Each step is fused where it can be.
+        state_dtype: 'float32' (None) or 'bfloat16': type of the momentum in steps of the compiled ops. In torch's own steps it
+            is that of the parameter, and 'bfloat16' an error at the step where that is float32.
 
     Raises:
         AmpConfigError: ``state_dtype``, ``fused`` or ``differentiable`` that cannot be.

@@ -165,7 +165,9 @@ def test_gradients_are_unscaled_then_clipped(device: torch.device) -> None:
         ours, wanted = (plain_lists(name, SHAPES, device, special=True, seed=5) for _ in range(2))
         given = dict(scale=scale and scalar(device, scale), norm=scalar(device, 1.0 if scale is None else scale))
         decision = step(name, ours, table(name, 3), **given, max_norm=max_norm, clip_value=limit)
-        assert decision[1] == 1 / (scale or 1) and decision[2].item() == pytest.approx(min(max_norm or 1.0, 1.0), rel=1e-5)
+        assert decision[1] == 1 / (scale or 1) and decision[2].item() == pytest.approx(
+            min(max_norm or 1.0, 1.0), rel=1e-5
+        )
         most = math.inf if limit is None else limit
         wanted.grads = [(g * decision[1] * decision[2]).clamp(-most, most) for g in wanted.grads]
         step(name, wanted, table(name, 3))
