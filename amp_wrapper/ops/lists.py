@@ -44,6 +44,8 @@ def multi_tensor_scale(sources: Tensors, targets: Tensors, scale: Tensor | None,
     if scale is not None or found_inf is not None:
         for values, flag, factor in _by_device(worked, found_inf, scale):
             torch._amp_foreach_non_finite_check_and_unscale_(values, flag, factor)
+            # which it leaves out
+            torch.autograd.graph.increment_version(values)
     multi_tensor_copy(worked, targets)
 
 

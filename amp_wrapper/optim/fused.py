@@ -361,12 +361,13 @@ class FusedOptimizer(Optimizer):
         finally:
             handle.remove()
         for parameter, state in saved:
-            dtype = self.state_dtype if self.fuses else parameter.dtype
             for name in (*self._moments, 'step'):
                 value = state.get(name)
                 if value is not None and name == 'step':
                     self.state[parameter][name] = count_of(value, parameter, copy=True)
                 elif value is not None:
+                    # torch's steps give it the type of the parameter
+                    dtype = self.state_dtype if self.fuses else value.dtype
                     moment = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                     self.state[parameter][name] = moment.copy_(value.detach())
                 elif name in state:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from bits import differing
+from op_lists import skip_without_library
 from pairs import pairs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,5 +135,8 @@ def play(level: str, door: str, make: Any, clip: float | None, captures: bool) -
 @pairs(level=('O1', 'O2', 'O3', 'O5'), name=OPTIMIZERS, door=('wrapper', 'amp'), clip=(None, 0.05))
 def test_replayed_steps_are_those_of_eager_training(level: str, name: str, door: str, clip: float | None) -> None:
     """Bit for bit: dynamic scales, skips, clipping, statistics that are restored, a schedule on the device."""
+    if level == 'O3':
+        # torch steps no 16-bit weights fused on a CPU
+        skip_without_library(torch.device('cpu'))
     eager, replayed = (play(level, door, OPTIMIZERS[name], clip, captures) for captures in (False, True))
     assert differing(eager, replayed) == []

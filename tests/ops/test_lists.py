@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -216,10 +217,11 @@ def test_parameters_are_written_and_autograd_notices(device: torch.device) -> No
     assert weight.tolist() == [3.0, 3.0] and weight.grad_fn is None and weight.requires_grad
     assert not ops.multi_tensor_l2norm([weight]).requires_grad and not ops.multi_tensor_maxnorm([weight]).requires_grad
     x = torch.full((3,), 2.0, device=device, requires_grad=True)
-    for write in (ops.multi_tensor_copy, ops.multi_tensor_scale, ops.multi_tensor_axpby):
+    unscale = functools.partial(ops.multi_tensor_scale, scale=scalar(device, 2.0), found_inf=scalar(device))
+    for write in (ops.multi_tensor_copy, ops.multi_tensor_scale, ops.multi_tensor_axpby, unscale):
         y = x * 1
         z = (y * y).sum()
-        write([x], [y.detach()])
+        write([y.detach() if write is unscale else x], [y.detach()])
         with pytest.raises(RuntimeError, match='modified by an inplace operation'):
             z.backward()
 
