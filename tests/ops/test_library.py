@@ -67,7 +67,7 @@ def test_gpu_that_is_newer_than_torch_gets_the_newest_that_torch_knows(
         (torch.cuda, 'is_available', lambda: True),
         (torch.cuda, 'device_count', lambda: 1),
         (torch.cuda, 'get_device_capability', lambda device=None: (12, 1)),
-        (torch.cuda, 'get_arch_list', lambda: ['sm_90', 'sm_120']),
+        (torch.cuda, 'get_arch_list', lambda: ['sm_80', 'sm_90']),
         (cpp_extension, 'CUDA_HOME', str(tmp_path)),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -82,5 +82,5 @@ def test_gpu_that_is_newer_than_torch_gets_the_newest_that_torch_knows(
 
     monkeypatch.setattr(cpp_extension, 'load', load)
     assert main(['build-ops']) == 1 and 'not compiled here' in capsys.readouterr().err
-    assert flags == ['-gencode=arch=compute_120,code=compute_120', '-gencode=arch=compute_120,code=sm_120']
+    assert flags == ['-gencode=arch=compute_90,code=compute_90', '-gencode=arch=compute_90,code=sm_90']
     assert len(objects) == len(set(objects)) and any(name.endswith('.cuda') for name in objects)
