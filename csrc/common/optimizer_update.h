@@ -1,4 +1,4 @@
-// What an optimizer does to one element, as float32; described in amp_wrapper/ops/optimizer_step.py.
+// What an optimizer does to one element, as float32; described in amp_wrapper/ops/__init__.py.
 //
 // Templates alone, over a policy M as in split.h, with the further functions all, multiply_add (a * b + c, rounded once),
 // divide and sqrt, each rounded as IEEE 754 asks. A product and a sum are rounded once where multiply_add says so, as torch's
