@@ -14,10 +14,10 @@ constexpr const char* kIsNonfinite = "multi_tensor_isnonfinite(Tensor[] tensors,
 constexpr const char* kL2norm =
     "multi_tensor_l2norm(Tensor[] tensors, Tensor? inverse_scale=None, Tensor(a!)? found_inf=None) -> Tensor";
 // what decides on a step, behind the lists of both optimizers
-#define AMP_DECISION                                                                                               \
-  "Tensor(f!) decision, Tensor hyper, Tensor groups, Tensor[] rates, int[] rated, Tensor? found_inf=None, "       \
-  "Tensor? learned=None, Tensor? norm=None, Tensor(g!)? scale=None, Tensor(h!)? growth_tracker=None, "            \
-  "Tensor(i!)? hysteresis_tracker=None, Tensor(j!)? counts=None, float[] rule=[], float? max_norm=None, "         \
+#define AMP_DECISION                                                                                        \
+  "Tensor(f!) decision, Tensor hyper, Tensor groups, Tensor[] rates, int[] rated, Tensor? found_inf=None, " \
+  "Tensor? learned=None, Tensor? norm=None, Tensor(g!)? scale=None, Tensor(h!)? growth_tracker=None, "      \
+  "Tensor(i!)? hysteresis_tracker=None, Tensor(j!)? counts=None, float[] rule=[], float? max_norm=None, "   \
   "float? clip_value=None) -> ()"
 constexpr const char* kAdam =
     "fused_adam(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
@@ -29,12 +29,23 @@ constexpr const char* kSgd =
 constexpr const char* kNames[] = {"multi_tensor_scale",  "multi_tensor_axpby", "multi_tensor_isnonfinite",
                                   "multi_tensor_l2norm", "fused_adam",         "fused_sgd"};
 
-// An op that only writes to its arguments, for tensors without memory.
-void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  torch::jit::drop(*stack, op.schema().arguments().size());
+void check_without_memory(at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.is_meta(), "A list has tensors on meta and on ", tensor.device(), ": all lie on one device.");
+  }
 }
 
-at::Tensor norm_without_memory(at::TensorList, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
+// An op that only writes to its arguments, for tensors without memory.
+void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::size_t count = op.schema().arguments().size();
+  for (const c10::IValue& argument : torch::jit::last(*stack, count)) {
+    if (argument.isTensorList()) check_without_memory(argument.toTensorVector());
+  }
+  torch::jit::drop(*stack, count);
+}
+
+at::Tensor norm_without_memory(at::TensorList tensors, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
+  check_without_memory(tensors);
   return at::empty({}, at::device(at::kMeta).dtype(at::kFloat));
 }
 
