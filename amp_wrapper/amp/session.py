@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 
 from ..casting import hugging_face, region
 from ..casting.sharding import Sharding
-from ..engine import Engine, attach_together, new_scalers, own_methods, take_step
+from ..engine import Engine, attach_together, new_scalers, take_step
 from ..engine.attach import join_models
-from ..engine.host_read import LateRead
-from ..engine.optimizers import check_owners
-from ..engine.own_methods import put_in_front
+from ..engine.flags import LateRead
+from ..engine.optimizers import check_owners, inside, put_in_front
 from ..errors import AmpUsageError
 from ..policy.levels import Policy
 from ..torch_internals import note_step
@@ -79,7 +78,7 @@ class Session:
             if tells and policy.verbosity >= 1 and not engine.is_plain:
                 engine.observers.append(Watch(engine))
             # the methods of this one object lead through the engine, and the object holds the session
-            inner = own_methods.inside(optimizer)
+            inner = inside(optimizer)
             for each in (*inner, optimizer):
                 put_in_front(each, 'step', functools.partial(self._step, engine, each is optimizer and bool(inner)))
             put_in_front(optimizer, 'zero_grad', functools.partial(self._zero_grad, engine))

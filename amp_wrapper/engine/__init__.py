@@ -15,4 +15,5 @@ from .passes import before_forward as before_forward
 from .passes import forward_context as forward_context
 from .passes import receiving as receiving
 from .passes import scale as scale
+from .step import refuse_direct_steps as refuse_direct_steps
 from .step import take_step as take_step

@@ -21,8 +21,8 @@ from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages
 from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
-from .ddp import Ddp
-from .engine import Engine, Stage
+from .ddp import Ddp, check_before_cast
+from .engine import Engine
 from .optimizers import check_owners
 from .state import restore_accumulation
 
@@ -61,29 +61,24 @@ def attach(
     policy, optimizer = engine.policy, engine.optimizer
     if engine.attached:
         return
-    if not policy.enabled:
-        engine.stage = Stage.READY
-        return
-    if model is None:
-        if policy.casts_model:
-            raise AmpUsageError(
-                f'{policy.opt_level} casts the model, and has no model yet: run it in optim_wrapper.optim_context(model).'
-            )
+    if model is None and policy.casts_model:
+        raise AmpUsageError(
+            f'{policy.opt_level} casts the model, and has no model yet: run it in optim_wrapper.optim_context(model).'
+        )
+    if model is None or not policy.enabled:
         _begin(engine, [])
     else:
         inner = roots.unwrap(model)
         distributed_internals.reshard(inner)
-        engine.names = names_of([inner])
-        engine.ddp = Ddp([model], engine.names, policy.verbosity >= 1)
         if policy.casts_model:
-            engine.ddp.check(inner)
+            check_before_cast(model, inner)
         foreign = list(foreign)
         if optimizer is not None:
             theirs = [weight for other in engine.others for weight in other.weights()]
             check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
         named = roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine))
         plan = engine.casts = CastPlan(named, policy, leave, average, enter, within=[inner])
-        _carry_out([engine], plan, [inner], leave)
+        _carry_out([engine], plan, [model], leave)
         dtype = policy.cast_model_type
         for name in plan.parameters if policy.verbosity >= 2 and dtype is not None else ():
             logger.info(f'amp: {name} is {dtype and dtype_name(dtype)} now')
@@ -116,15 +111,12 @@ def attach_together(
         roots.unwrap(model)
         distributed_internals.reshard(model)
         if policy.casts_model:
-            Ddp().check(model)
+            check_before_cast(model, model)
     for engine in engines:
         engine.names = names_of(models)
         engine.join(other for other in engines if other is not engine)
     if sharding is not None:
         shard(models, policy, sharding, [engine.optimizer for engine in engines if engine.optimizer is not None])
-    for engine in engines:
-        engine.names = names_of(models)
-        engine.ddp = Ddp(models, engine.names, policy.verbosity >= 1)
     plan = CastPlan(named_roots(models), policy, covers_forward=True)
     _carry_out(engines, plan, models)
     return plan
@@ -138,10 +130,12 @@ def _carry_out(
     Args:
         engines: All that step something of the models.
         plan: What is cast.
-        models: Not wrapped.
+        models: Wrapped in DDP or not.
         leave: Module classes to leave alone.
     """
+    inner = list(map(roots.unwrap, models))
     for engine in engines:
+        engine.names = names_of(inner)
         if engine.optimizer is not None and engine.policy.master_weights:
             # from the weights before they are rounded
             engine.use_params(plan.parameters)
@@ -150,9 +144,9 @@ def _carry_out(
     for engine in engines:
         engine.kept = plan.kept
         _take_cast(engine, plan)
-        _listen(engine, models, leave)
+        _listen(engine, inner, leave)
+        engine.ddp = Ddp(engine.params, models, engine.names, engine.policy.verbosity >= 1)
         engine.ddp.rebuild([*plan.parameters.values(), *plan.raised])
-        engine.ddp.watch()
         engine.shard_groups = distributed_internals.shard_groups(models)
         _begin(engine, models)
     checks.warn(plan.rounded, plan.momentum, plan.policy)
@@ -200,7 +194,7 @@ def _begin(engine: Engine, models: Sequence[nn.Module]) -> None:
     engine.device = parameters[0].device if parameters else device
     engine.flags.to(engine.device)
     engine.scales.to(engine.device)
-    engine.stage = Stage.READY
+    engine.attached = True
 
 
 def _cast_by_others(engine: Engine) -> set[int]:

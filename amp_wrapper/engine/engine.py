@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,14 +27,6 @@ from .ddp import Ddp
 from .flags import Flags, SkipMonitor, StepResult
 from .gradients import Gradients
 from .loss_scale import LossScaler, LossScales
-
-
-class Stage(enum.Enum):
-    """Where an engine stands between two optimizer steps."""
-
-    DETACHED = 'not attached to a model'
-    READY = 'attached, no gradients'
-    ACCUMULATING = 'gradients of one or more backward passes'
 
 
 class StepObserver:
@@ -87,7 +78,9 @@ class Engine:
         AmpAttachError: An optimizer that cannot be wrapped.
 
     Attributes:
-        policy, stage: As given; where it stands between two optimizer steps.
+        policy: As given.
+        attached: Whether a model was attached, or none is needed.
+        is_accumulating: Whether gradients have come since the last step.
         params: What the optimizer steps, and what the model computes with.
         scales: The loss scales.
         flags, monitor: What was non-finite since the last step; what the host knows of skipped steps.
@@ -111,7 +104,6 @@ class Engine:
         scalers: Sequence[LossScaler] | None = None,
     ) -> None:
         self.policy = policy
-        self.stage = Stage.DETACHED
         self.label = ''
         self.observers: list[StepObserver] = []
         self.device = torch.device('cpu')
@@ -137,11 +129,11 @@ class Engine:
     def reset(self) -> None:
         """Let go of the model."""
         self.use_params()
-        self.ddp = Ddp()
+        self.ddp = Ddp(self.params)
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.casts: plan.CastPlan | None = None
-        self.stage = Stage.DETACHED
+        self.attached = self.is_accumulating = False
 
     def use_params(self, weights: Mapping[str, nn.Parameter] | None = None) -> None:
         """Step the optimizer's parameters from now on; no gradient waits.
@@ -184,7 +176,9 @@ class Engine:
     def __repr__(self) -> str:
         # reads the device
         scale = f', loss scale {self.scales.describe()}' if self.policy.enabled and not self.scales.is_one else ''
-        return f'amp: {self.policy.describe()}{scale}; {self.stage.value}'
+        state = 'attached' if self.attached else 'not attached to a model'
+        waits = ', with gradients that wait for a step' if self.is_accumulating else ''
+        return f'amp: {self.policy.describe()}{scale}; {state}{waits}'
 
     def __getstate__(self) -> dict[str, Any]:
         # of copies
@@ -200,16 +194,6 @@ class Engine:
     def optimizer(self) -> Optimizer | None:
         """Whose step it is; None for inference, and where nobody holds it any more."""
         return self._find_optimizer()
-
-    @property
-    def attached(self) -> bool:
-        """Whether a model was attached, or none is needed."""
-        return self.stage is not Stage.DETACHED
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients have come since the last step."""
-        return self.stage is Stage.ACCUMULATING
 
     @property
     def awaits_step(self) -> bool:
@@ -273,7 +257,7 @@ class Engine:
         if not is_unchecked and not self.gradients.has_plain:
             return
         flag = self.flags.new() if self.scales.check else None
-        self.gradients.add_plain(flag, bool(self.ddp.groups(self.weights)))
+        self.gradients.add_plain(flag, bool(self.ddp.groups()))
         if flag is not None:
             if is_unchecked:
                 ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)
@@ -299,7 +283,7 @@ class Engine:
             self.flags.take(found[: len(flags)].clamp(max=1).float())
             return None if norm is None else norm.of_all(found[-1])
         if checks and not layout.groups:
-            self.flags.agree(self.ddp.groups(self.weights))
+            self.flags.agree(self.ddp.groups())
         return None
 
     def settle_buffers(self, flag: Tensor | None) -> None:
@@ -339,13 +323,12 @@ class Engine:
         self.drop_flags()
         (own or optimizer.zero_grad)(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
-        if self.stage is not Stage.DETACHED:
-            self.stage = Stage.READY
+        self.is_accumulating = False
 
     def drop_flags(self) -> None:
         """Forget flags: gradients are cleared without a step. Shared loss scales learn from them all the same."""
         learns = self.scales.are_shared and any(self.flags.used) and self.gradients.kept_by_fsdp is None
-        if learns and not self.ddp.is_local(self.weights):
+        if learns and not self.ddp.is_local():
             if self.params.layout.groups:
                 self.agree()
             self.scales.update(self.flags, self.device)

@@ -1,4 +1,4 @@
-"""Non-finite gradients: the flags of one step, the result of a step, and the host's count of skipped steps."""
+"""Non-finite gradients: the flags of one step, its result, which the host reads late, and the count of skipped steps."""
 
 from __future__ import annotations
 
@@ -154,6 +154,35 @@ class StepResult:
         if self.skipped is not None:
             return self.skipped
         return self.info is not None and bool(self.info[SKIP] > 0)
+
+
+class LateRead:
+    """Numbers on their way to the host, which goes on working until it needs them.
+
+    Args:
+        numbers: One-dimensional tensor on any device.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(numbers.device))  # type: ignore[no-untyped-call]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[float]:
+        """The numbers. Syncs with what was under way when the read began, and with nothing after it."""
+        if self._event is not None:
+            self._event.synchronize()  # type: ignore[no-untyped-call]
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
 
 
 def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..compiler_internals import eager_block, untraced
 from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
 from ..policy import said_once
-from .engine import Engine, Stage
+from .engine import Engine
 from .unscale import NO_GRAPH
 
 
@@ -40,7 +40,7 @@ def before_forward(engine: Engine, model: nn.Module) -> None:
     # parts that are called inside of the context are not told of. DDP broadcasts buffers in its call, which comes first
     for snapshot in () if engine.ddp.ddps else engine.snapshots:
         snapshot.begin()
-    engine.ddp.follow(model, engine.weights, engine.has_waiting, engine.is_plain)
+    engine.ddp.follow(model, engine.has_waiting, engine.is_plain)
 
 
 @eager_block
@@ -138,7 +138,7 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
             yield came
         finally:
             engine.gradients.end_pass(None, None)
-            engine.stage = Stage.ACCUMULATING
+            engine.is_accumulating = True
         engine.flags.used[loss_id] = True
         return
     named = [engine, *together]
@@ -165,7 +165,7 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
     engine.flags.used[loss_id] = True
     for each in passes[: len(named)]:
         each.engine.flags.has_arrived |= each.has_come
-        each.engine.stage = Stage.ACCUMULATING
+        each.engine.is_accumulating = True
     # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
     # gradients elsewhere are mostly thrown away, and do not count
     counted = passes[: len(named)] if engine.scales.are_shared else [each for each in passes if each.has_come]
@@ -206,7 +206,7 @@ class _Pass:
             self._note_kept(self._scale)
         if engine.scales.check or not self._is_named:
             self.flag = engine.flags.new()
-        gradients.begin_pass(self._scale, engine.ddp.averages(engine.weights), engine.flags.skipped(but=self._loss_id))
+        gradients.begin_pass(self._scale, engine.ddp.averages(), engine.flags.skipped(but=self._loss_id))
 
     def _note_kept(self, scale: Tensor) -> None:
         """Note whether FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
@@ -234,5 +234,4 @@ class _Pass:
             # nobody looks before it steps
             engine.gradients.zero_where(flag)
         engine.flags.only_by_others = engine.flags.has_arrived = True
-        if engine.attached:
-            engine.stage = Stage.ACCUMULATING
+        engine.is_accumulating = engine.attached

@@ -18,7 +18,7 @@ from ..errors import AmpCheckpointError
 from ..policy.nested import parameters_of
 from ..shards import is_sharded, shard_like
 from .ddp import has_several_processes
-from .engine import Engine, Stage
+from .engine import Engine
 
 #: Integrations decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
@@ -41,7 +41,7 @@ def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
         return None
     # shards are averages, unless somebody waits with that; what is unscaled has left flags on its rank
     shared = bool(engine.shard_groups) and not hold_back(engine.shard_groups) and not engine.gradients.after_each_pass
-    if has_several_processes() and not engine.ddp.same_everywhere(engine.weights) and not shared:
+    if has_several_processes() and not engine.ddp.same_everywhere() and not shared:
         if engine.policy.verbosity >= 1:
             logger.warning('amp: gradients of several processes that wait for a step are not saved: save after a step.')
         return None
@@ -148,6 +148,6 @@ def restore_accumulation(engine: Engine, window: checkpoint.Window) -> None:
     engine.flags.restore(window.used, window.found_inf, window.foreign_found_inf)
     for snapshot in engine.snapshots:
         snapshot.load(window.buffers)
-    engine.stage = Stage.ACCUMULATING
+    engine.is_accumulating = True
     if engine.policy.verbosity >= 1:
         logger.info('amp: the gradients of an unfinished accumulation were in the checkpoint and are back')

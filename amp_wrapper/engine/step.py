@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
 from ..shards import local
 from .clipping import GradientClip, ShardNorm
-from .engine import Engine, Stage
-from .flags import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of, what_to_try
-from .host_read import LateRead, flagged, has_pre_hooks, takes_flag
+from .engine import Engine
+from .flags import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
+from .optimizers import flagged, has_pre_hooks, inside, put_in_front, takes_flag
 from .unscale import nonfinite_names
 
 #: Calls the optimizer's own ``step``.
@@ -84,7 +85,7 @@ def take_step(
         result = _step_fused(engine, optimizer, clip, update, run)
     else:
         result = _step_eager(engine, optimizer, clip, run)
-    engine.stage = Stage.READY
+    engine.is_accumulating = False
     for observer in engine.observers:
         observer.after_step(engine, result)
     engine.gradients.mark_stepped()
@@ -113,7 +114,7 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
             f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
         )
     plain = scales.are_shared or (scales.is_one and not scales.check and not params.have_fp32_values)
-    if engine.stage is not Stage.ACCUMULATING and not plain:
+    if not engine.is_accumulating and not plain:
         raise AmpUsageError(
             'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
             'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
@@ -135,8 +136,31 @@ def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> S
     norm = None if clip is None else clip.apply(engine.params.parameters())
     run()
     engine.settle_buffers(None)
-    engine.stage = Stage.READY
+    engine.is_accumulating = False
     return _finish(engine, (0.0, 0.0, 0.0), norm)
+
+
+def refuse_direct_steps(engine: Engine) -> None:
+    """Refuse ``step()`` of the optimizer of an engine, and of those inside of it, while gradients wait for its own step.
+
+    Args:
+        engine: Not kept alive.
+    """
+    optimizer, reference = engine.optimizer, ref(engine)
+    assert optimizer is not None
+    kind = type(optimizer).__name__
+
+    def step(own_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is not None and found.awaits_step and not found.in_own_step:
+            raise AmpUsageError(
+                f'{kind}.step() beside the wrapper that holds it, whose gradients carry a scale or are not at masters yet: '
+                f'call optim_wrapper.step(). Steps in two parts, as those of SAM, train through amp.initialize.'
+            )
+        return own_step(*args, **kwargs)
+
+    for each in (optimizer, *inside(optimizer)):
+        put_in_front(each, 'step', step)
 
 
 # -- with an optimizer of this package ---------------------------------------------------------------------------------
@@ -243,7 +267,7 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
     if not engine.gradients.after_each_pass:
         engine.gradients.unscale(scales.first.inverse_scale(), engine.flags.of(0) if scales.check else None)
         # whatever fails from here on: they must not be unscaled again
-        engine.stage = Stage.READY
+        engine.is_accumulating = False
         engine.gradients.mark_stepped()
     known = engine.agree(_shard_norm(engine, clip))
     skip = engine.flags.skipped() if scales.check else None
