@@ -111,7 +111,7 @@ class Engine:
         self.others: tuple[Engine, ...] = ()
         self.scales = LossScales(policy, scalers)
         self.flags = Flags(policy.num_losses)
-        self.monitor = SkipMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
+        self.monitor = SkipMonitor(policy, self.scales.describe)
         self.kept: Mapping[int, kept.Kept] = {}
         self.pending: SavedAmp | None = None
         self.in_own_step = False
@@ -282,8 +282,10 @@ class Engine:
             # a sum of flags is no flag
             self.flags.take(found[: len(flags)].clamp(max=1).float())
             return None if norm is None else norm.of_all(found[-1])
-        if checks and not layout.groups:
-            self.flags.agree(self.ddp.groups())
+        for group in self.ddp.groups() if checks and not layout.groups else ():
+            flags = self.flags.all()
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
+            self.flags.take(flags)
         return None
 
     def settle_buffers(self, flag: Tensor | None) -> None:
@@ -301,7 +303,7 @@ class Engine:
         Args:
             infos: :attr:`StepResult.info` of all steps since the last one known, in order, on the host.
         """
-        self.monitor.review(infos, self.scales.describe, len(self.scales.scalers) == 1, self.label)
+        self.monitor.review(infos, self.label)
 
     def has_waiting(self, ids: Container[int]) -> bool:
         """Whether any of these weights, by id, has a gradient that waits for a step."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..policy.levels import IN_BFLOAT16, Policy
 
@@ -93,17 +92,6 @@ class Flags:
         if len(flags) < 2:
             return flags[0] if flags else None
         return torch.stack(flags).max()
-
-    def agree(self, groups: Iterable[ProcessGroup]) -> None:
-        """A flag that is up on one rank is up on every rank of the groups. Collective.
-
-        Args:
-            groups: One after the other; each rank calls this with the same ones.
-        """
-        for group in groups:
-            flags = self.all()
-            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
-            self.take(flags)
 
     def all(self) -> Tensor:
         """All flags, float32, one-dimensional, for an exchange with other ranks: as many on each of them."""
@@ -234,13 +222,12 @@ class SkipMonitor:
     gradients that caused it are there.
 
     Args:
-        limit: Skips in a row that end the training, or None.
-        verbosity: 0 says nothing about skipped steps.
-        falls: Whether the loss scale is dynamic: it begins too high, so that the first skips are no fault.
+        policy: Says how many skips in a row end the training, and whether skipped steps are logged.
+        scales: Gives what to say of the present loss scales.
     """
 
-    def __init__(self, limit: int | None, verbosity: int, falls: bool) -> None:
-        self._limit, self._verbosity, self._falls = limit, verbosity, falls
+    def __init__(self, policy: Policy, scales: Callable[[], str]) -> None:
+        self._policy, self._limit, self._scales = policy, policy.max_consecutive_skips, scales
         self.start(0)
 
     @property
@@ -259,50 +246,43 @@ class SkipMonitor:
         """Begin with so many skips in a row: after a state was loaded."""
         self._streak, self._unseen = streak, 0
 
-    def record(self, skipped: bool, skips: int, streak: int, scale: Callable[[], str], label: str = '') -> bool:
+    def record(self, skips: int, streak: int, label: str = '', scale: str = '') -> bool:
         """Take notice of one step, the latest so far, and say so where it was skipped.
 
         Args:
-            skipped: Whether it was.
             skips: In all, with this one.
-            streak: In a row, with this one.
-            scale: Gives what to say of the loss scale after it.
+            streak: In a row, with this one; 0 where it was taken.
             label: What to call the engine.
+            scale: What to say of the loss scale after it, where that is not the present one.
 
         Returns:
             Whether the limit is reached.
         """
         self.start(streak)
-        if not skipped:
-            return False
         if self._limit is not None and streak >= self._limit:
             return True
         # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling
-        if self._verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
-            is_start = self._falls and skips == streak <= 5
+        if streak and self._policy.verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
+            # a dynamic scale begins too high, so that the first skips are no fault
+            is_start = self._policy.loss_scale.dynamic and skips == streak <= 5
             usual = ', as is usual until a dynamic loss scale fits' if is_start else ''
             text = f'amp: {label + ": " if label else ""}non-finite gradients{usual}: optimizer step skipped'
             log = logger.info if is_start else logger.warning
-            log(f'{text} ({skips} so far, {streak} in a row); loss scale now {scale()}')
+            log(f'{text} ({skips} so far, {streak} in a row); loss scale now {scale or self._scales()}')
         return False
 
-    def review(
-        self, infos: Iterable[Sequence[float]], scales: Callable[[], str], one_loss: bool = True, label: str = ''
-    ) -> None:
+    def review(self, infos: Iterable[Sequence[float]], label: str = '') -> None:
         """Take notice of steps that nobody waited for.
 
         Args:
             infos: The first of those that were not seen, in order, as numbers.
-            scales: Gives what to say of the present loss scales.
-            one_loss: Whether an info tells the loss scale of its step.
             label: What to call the engine.
         """
         streak, unseen = self._streak, self._unseen
         for count, info in enumerate(infos, 1):
-            # NaN where nothing is scaled
-            has_scale = one_loss and not math.isnan(info[LOSS_SCALE])
-            scale = f'{info[LOSS_SCALE]:g}'.strip if has_scale else scales
-            self.record(info[SKIP] > 0, int(info[SKIPS]), int(info[STREAK]), scale, label)
+            # NaN where nothing is scaled; it tells the scale of the first loss
+            has_scale = self._policy.num_losses == 1 and not math.isnan(info[LOSS_SCALE])
+            self.record(int(info[SKIPS]), int(info[STREAK]), label, f'{info[LOSS_SCALE]:g}' if has_scale else '')
             self._unseen = unseen - count
         if not unseen:
             # a later step was waited for

@@ -67,8 +67,6 @@ class Gradients:
         """
         self.drop_stepped()
         self.in_backward = True
-        if not self.after_each_pass:
-            return
         masters, own = self.params.masters, self.params.without_master()
         if self._is_unaveraged and is_averaged:
             self._hand_over(scale)
@@ -103,8 +101,6 @@ class Gradients:
                 gradients of the optimizer are dropped, as after any error here.
         """
         self.in_backward = False
-        if not self.after_each_pass:
-            return True
         has_come, inverse = self._count_writes() != self._versions, None if scale is None else scale.reciprocal()
         weights, masters, own = self.params.behind_masters, self.params.masters, self.params.without_master()
         try:
@@ -140,6 +136,7 @@ class Gradients:
             is_unaveraged: Whether it may not be averaged over the ranks yet.
         """
         self._is_unaveraged = self._is_unaveraged or is_unaveraged
+        self.drop_stepped()
         with torch.no_grad():
             unscale.add_to_masters(self.params.behind_masters, self.params.masters, None, found_inf)
 

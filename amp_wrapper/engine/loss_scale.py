@@ -102,14 +102,12 @@ class LossScaler:
         return None if self.is_one else self.current_scale.reciprocal()
 
     def prologue(self, moves: bool) -> dict[str, Any]:
-        """Return what :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, to move it and to count.
+        """Return what :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, and to move it.
 
         Args:
             moves: Whether the step moves the scale, where it is dynamic.
         """
         words: dict[str, Any] = {} if self.is_one else {'scale': self.current_scale}
-        if self.checks:
-            words['counts'] = self.counts
         if self.is_dynamic and moves:
             trackers = {'growth_tracker': self._growth_tracker, 'hysteresis_tracker': self._hysteresis_tracker}
             words |= {**trackers, 'rule': self._rule}

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..casting import region
@@ -133,11 +132,12 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
     came: list[Engine] = []
     if not engine.gradients.after_each_pass:
         # one loss of one optimizer: nothing meets anything
-        engine.gradients.begin_pass(None, True, None)
+        engine.gradients.drop_stepped()
+        engine.gradients.in_backward = True
         try:
             yield came
         finally:
-            engine.gradients.end_pass(None, None)
+            engine.gradients.in_backward = False
             engine.is_accumulating = True
         engine.flags.used[loss_id] = True
         return
@@ -169,12 +169,10 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
     # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
     # gradients elsewhere are mostly thrown away, and do not count
     counted = passes[: len(named)] if engine.scales.are_shared else [each for each in passes if each.has_come]
-    found = [each.flag.to(engine.device) for each in counted if each.flag is not None]
-    if found and engine.scales.check:
-        worst = found[0] if len(found) == 1 else torch.stack(found).max()
-        engine.flags.add(worst, loss_id)
+    for flag in [each.flag for each in counted if each.flag is not None] if engine.scales.check else ():
+        engine.flags.add(flag, loss_id)
         for other in together:
-            other.flags.add(worst)
+            other.flags.add(flag)
 
 
 class _Pass:

@@ -19,10 +19,9 @@ from ..casting.masters import StepLists
 from ..compiler_internals import untraced
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
-from ..shards import local
 from .clipping import GradientClip, ShardNorm
 from .engine import Engine
-from .flags import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
+from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
 from .optimizers import flagged, has_pre_hooks, inside, put_in_front, takes_flag
 from .unscale import nonfinite_names
 
@@ -71,8 +70,6 @@ def take_step(
 
     _check(engine, kwargs)
     if engine.gradients.after_each_pass:
-        if engine.gradients.has_plain:
-            engine.gradients.drop_stepped()
         engine.check_rest()
     if kwargs.get('closure') is not None:
         return _step_with_closure(engine, clip, run)
@@ -80,8 +77,7 @@ def take_step(
     lists = engine.params.lists()
     for observer in engine.observers:
         observer.before_step(engine)
-    update = _gather(engine, optimizer, clip, lists) if isinstance(optimizer, FusedOptimizer) else None
-    if update is not None and isinstance(optimizer, FusedOptimizer):
+    if isinstance(optimizer, FusedOptimizer) and (update := _gather(engine, optimizer, clip, lists)) is not None:
         result = _step_fused(engine, optimizer, clip, update, run)
     else:
         result = _step_eager(engine, optimizer, clip, run)
@@ -137,7 +133,7 @@ def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> S
     run()
     engine.settle_buffers(None)
     engine.is_accumulating = False
-    return _finish(engine, (0.0, 0.0, 0.0), norm)
+    return _finish(engine, (0.0, 0.0), norm)
 
 
 def refuse_direct_steps(engine: Engine) -> None:
@@ -174,16 +170,17 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None
         AmpUsageError: What else split masters cannot have: hooks before the step, or a step without the compiled ops.
     """
     is_split, hooked = engine.policy.split_masters, has_pre_hooks(optimizer)
+    problem = '' if clip is None else clip.not_in_prologue
     # nothing else can step split masters: what the fused step cannot do is refused
-    if is_split and clip is not None and not clip.fits_prologue:
-        raise AmpConfigError([clip.not_in_prologue])
+    if is_split and problem:
+        raise AmpConfigError([problem])
     if is_split and hooked:
         raise AmpUsageError(
             "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
             '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
             'master_weights=True.'
         )
-    if not engine.policy.enabled or hooked or (clip is not None and not clip.fits_prologue):
+    if not engine.policy.enabled or hooked or problem:
         return None
     gradients = engine.gradients.to_step(lists)
     there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
@@ -217,7 +214,7 @@ def _step_fused(
         info[LOSS_SCALE] = scales.first.current_scale
     else:
         engine.flags.clear()
-    numbers = operator.itemgetter(SKIP, SKIPS, STREAK)(info.tolist()) if waits else None
+    numbers = operator.itemgetter(SKIPS, STREAK)(info.tolist()) if waits else None
     return _finish(engine, numbers, None if clip is None or clip.kind == 'value' else info[GRAD_NORM], info)
 
 
@@ -229,18 +226,15 @@ def _decide(
     # unscaled after each backward pass, and checked there
     done = engine.gradients.after_each_pass
     flag = flags.of(0) if scales.check and not done else None
-    words: dict[str, Any] = {}
+    words: dict[str, Any] = {'counts': scales.steps.counts} if scales.check else {}
     if not done:
-        words = scales.first.prologue(flags.used[0])
-    elif scales.check:
-        words = {'counts': scales.steps.counts}
+        words |= scales.first.prologue(flags.used[0])
     if clip is not None:
         words |= clip.prologue()
     norm = None
     if clip is not None and clip.kind == 'norm':
         if layout.groups:
-            there = [count for count, gradient in zip(layout.replicas, gradients) if gradient is not None]
-            norm = ShardNorm(clip, found, there, flag)
+            norm = ShardNorm(clip, gradients, layout.replicas, flag)
         else:
             words['norm'] = clip.norm(found, flag)
     elif flag is not None:
@@ -269,7 +263,11 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
         # whatever fails from here on: they must not be unscaled again
         engine.is_accumulating = False
         engine.gradients.mark_stepped()
-    known = engine.agree(_shard_norm(engine, clip))
+    part, layout = None, params.layout
+    if clip is not None and clip.kind == 'norm' and clip.is_simple and layout.groups:
+        # torch clips no frozen ones
+        part = ShardNorm(clip, [p.grad if p.requires_grad else None for p in params.parameters()], layout.replicas)
+    known = engine.agree(part)
     skip = engine.flags.skipped() if scales.check else None
     engine.settle_buffers(skip)
     by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
@@ -297,18 +295,8 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
             params.write_weights()
     scales.update(engine.flags, engine.device)
     # the counts were read before this step
-    now = None if numbers is None else (numbers[0], numbers[1] + skipped, (numbers[2] + 1) * skipped)
+    now = None if numbers is None else (numbers[1] + skipped, (numbers[2] + 1) * skipped)
     return _finish(engine, now, norm, skip=skip)
-
-
-def _shard_norm(engine: Engine, clip: GradientClip | None) -> ShardNorm | None:
-    """This rank's part of the norm of sharded gradients, which are unscaled by now; None where torch finds the norm."""
-    layout = engine.params.layout
-    if clip is None or clip.kind != 'norm' or not clip.is_simple or not layout.groups:
-        return None
-    found = zip(engine.params.parameters(), layout.replicas)
-    chosen = [(p.grad, count) for p, count in found if p.grad is not None and p.requires_grad]
-    return ShardNorm(clip, local([grad for grad, _ in chosen]), [count for _, count in chosen], None)
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------
@@ -325,7 +313,7 @@ def _finish(
 
     Args:
         engine: Of the optimizer.
-        numbers: Whether it was skipped, the skips so far, and in a row; None where the host does not know.
+        numbers: The skips so far, and in a row up to this step; None where the host does not know.
         norm: Scalar, or None.
         info: Of the prologue; None where it is put together here.
         skip: float32 scalar, where there is no ``info``.
@@ -334,13 +322,13 @@ def _finish(
         OverflowStreakError: The limit of skips in a row is reached.
     """
     scales, monitor = engine.scales, engine.monitor
-    skipped = None if numbers is None else numbers[0] > 0
+    skipped = None if numbers is None else numbers[1] > 0
     if not scales.check:
         skipped = False
     elif numbers is None:
         monitor.pass_unseen()
-    elif monitor.record(numbers[0] > 0, int(numbers[1]), int(numbers[2]), scales.describe, engine.label):
-        _raise_streak(engine, int(numbers[2]))
+    elif monitor.record(int(numbers[0]), int(numbers[1]), engine.label):
+        _raise_streak(engine, int(numbers[1]))
     shows = {'grad_norm': norm is not None, 'loss_scale': scales.check and scales.is_dynamic, 'skips': scales.check}
     shown = tuple(name for name, is_shown in shows.items() if is_shown)
     if info is None and shown:

@@ -122,11 +122,6 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     Args:
         named: (name, parameter) pairs.
     """
-    bad = []
-    for name, parameter in named:
-        grad = parameter.grad
-        if grad is not None:
-            values = grad.coalesce()._values() if grad.is_sparse else whole(grad)
-            if not bool(values.isfinite().all()):
-                bad.append(name)
-    return bad
+    found = ((name, parameter.grad) for name, parameter in named if parameter.grad is not None)
+    dense = ((name, grad.coalesce()._values() if grad.is_sparse else whole(grad)) for name, grad in found)
+    return [name for name, values in dense if not bool(values.isfinite().all())]
