@@ -173,24 +173,22 @@ class LateRead:
         return numbers
 
 
-def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
+def info_of(norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
     """The info of a step, in the form of the prologue, for steps that are taken without it.
 
     Args:
-        skip: float32 scalar, or None for a step that is never skipped.
         norm: Scalar of any floating type, or None.
         scale: float32 scalar after the step.
         counts: int64 (3,) after the step.
 
     Returns:
-        float32 (8,) on the device of the first that is there.
+        float32 (8,) on their device.
     """
-    device = next(value.device for value in (skip, norm, scale) if value is not None)
-    nothing = torch.full((), torch.nan, dtype=torch.float32, device=device)
-    one, unlimited = torch.ones_like(nothing), torch.full_like(nothing, torch.inf)
-    skipped = torch.zeros_like(nothing) if skip is None else skip
+    nothing, one = torch.full_like(scale, torch.nan), torch.ones_like(scale)
+    streak = counts[2].float()
+    skipped = streak.clamp(max=1)
     shown = nothing if norm is None else torch.where(skipped > 0, nothing, norm.detach().to(nothing))
-    return torch.stack([skipped, one, one, unlimited, shown, scale, counts[1].float(), counts[2].float()])
+    return torch.stack([skipped, one, one, one * torch.inf, shown, scale, counts[1].float(), streak])
 
 
 def what_to_try(policy: Policy) -> list[str]:

@@ -17,7 +17,7 @@ from .. import ops
 from ..casting import fp32_values
 from ..casting.masters import StepLists
 from ..compiler_internals import untraced
-from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
+from ..errors import AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
 from .clipping import GradientClip, ShardNorm
 from .engine import Engine
@@ -27,8 +27,6 @@ from .unscale import nonfinite_names
 
 #: Calls the optimizer's own ``step``.
 Run = Callable[[], None]
-
-_in_backward: Callable[[Engine], bool] = operator.attrgetter('gradients.in_backward')
 
 
 @untraced
@@ -96,35 +94,30 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
     # an evaluation since the backward pass leaves gathered weights, which a step does not reach
     for group in engine.shard_groups:
         group.reshard()
-    if any(map(_in_backward, (engine, *engine.others))):
+    if any(each.gradients.in_backward for each in (engine, *engine.others)):
         raise AmpUsageError(
             'step() inside a "with amp.scale_loss(...)" block: gradients are still scaled there. Step after the block.'
         )
     if not params.have_fp32_values and engine.pairs_checked != fp32_values.pairs_made:
-        _check_late_masters(engine)
-    if kwargs.get('closure') is not None:
-        if scales.is_one and not params.have_fp32_values:
-            return
+        if fp32_values.paired(params.parameters()):
+            raise AmpUsageError(
+                f'step() at {engine.policy.opt_level}: another optimizer steps FP32 masters of these weights by now, since the '
+                f'model was initialised again, and this one would round what it does. Step that one, and make a new one where '
+                f'two are wanted: amp.initialize([], optimizer).'
+            )
+        engine.pairs_checked = fp32_values.pairs_made
+    has_closure, is_bare = kwargs.get('closure') is not None, scales.is_one and not params.have_fp32_values
+    if has_closure and not is_bare:
         raise AmpUsageError(
             f'step(closure=...) at {engine.policy.opt_level}: a closure would run backward passes that nobody unscales. '
             f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
         )
-    plain = scales.are_shared or (scales.is_one and not scales.check and not params.have_fp32_values)
-    if not engine.is_accumulating and not plain:
+    is_checked = not scales.are_shared and (scales.check or not is_bare)
+    if is_checked and not has_closure and not engine.is_accumulating:
         raise AmpUsageError(
             'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
             'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
         )
-
-
-def _check_late_masters(engine: Engine) -> None:
-    if any(fp32_values.pair_of(parameter) is not None for parameter in engine.params.parameters()):
-        raise AmpUsageError(
-            f'step() at {engine.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another optimizer '
-            f'steps, since the model was initialised again at another level. This one would round what it does to them. Step '
-            f'the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
-        )
-    engine.pairs_checked = fp32_values.pairs_made
 
 
 def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> StepResult:
@@ -133,7 +126,7 @@ def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> S
     run()
     engine.settle_buffers(None)
     engine.is_accumulating = False
-    return _finish(engine, (0.0, 0.0), norm)
+    return _finish(engine, (0, 0), norm)
 
 
 def refuse_direct_steps(engine: Engine) -> None:
@@ -166,21 +159,20 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None
     """Return what a fused step does; None where this way cannot do it all.
 
     Raises:
-        AmpConfigError: A clipping that split masters cannot have.
-        AmpUsageError: What else split masters cannot have: hooks before the step, or a step without the compiled ops.
+        AmpUsageError: What split masters cannot have: some ways to clip, hooks before the step, no compiled ops.
     """
-    is_split, hooked = engine.policy.split_masters, has_pre_hooks(optimizer)
+    is_split = engine.policy.split_masters
     problem = '' if clip is None else clip.not_in_prologue
-    # nothing else can step split masters: what the fused step cannot do is refused
-    if is_split and problem:
-        raise AmpConfigError([problem])
-    if is_split and hooked:
-        raise AmpUsageError(
+    if has_pre_hooks(optimizer):
+        problem = (
             "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
             '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
             'master_weights=True.'
         )
-    if not engine.policy.enabled or hooked or problem:
+    # nothing else can step split masters: what the fused step cannot do is refused
+    if is_split and problem:
+        raise AmpUsageError(problem)
+    if problem or not engine.policy.enabled:
         return None
     gradients = engine.gradients.to_step(lists)
     there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
@@ -273,7 +265,7 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
     by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
     late = None
     if skip is not None and not by_flag:
-        late = LateRead(torch.cat([skip.double().reshape(1), scales.steps.counts[1:].double()]))
+        late = LateRead(torch.stack([skip.double(), *scales.steps.counts[1:].double()]))
     norm = None
     if clip is not None and not waits and not raises:
         # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
@@ -296,18 +288,14 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
     scales.update(engine.flags, engine.device)
     # the counts were read before this step
     now = None if numbers is None else (numbers[1] + skipped, (numbers[2] + 1) * skipped)
-    return _finish(engine, now, norm, skip=skip)
+    return _finish(engine, now, norm)
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------
 
 
 def _finish(
-    engine: Engine,
-    numbers: Sequence[float] | None,
-    norm: Tensor | None,
-    info: Tensor | None = None,
-    skip: Tensor | None = None,
+    engine: Engine, numbers: Sequence[float] | None, norm: Tensor | None, info: Tensor | None = None
 ) -> StepResult:
     """Say what a step did, and count skips.
 
@@ -316,7 +304,6 @@ def _finish(
         numbers: The skips so far, and in a row up to this step; None where the host does not know.
         norm: Scalar, or None.
         info: Of the prologue; None where it is put together here.
-        skip: float32 scalar, where there is no ``info``.
 
     Raises:
         OverflowStreakError: The limit of skips in a row is reached.
@@ -332,7 +319,7 @@ def _finish(
     shows = {'grad_norm': norm is not None, 'loss_scale': scales.check and scales.is_dynamic, 'skips': scales.check}
     shown = tuple(name for name, is_shown in shows.items() if is_shown)
     if info is None and shown:
-        info = info_of(skip, norm, scales.first.current_scale, scales.steps.counts)
+        info = info_of(norm, scales.first.current_scale, scales.steps.counts)
     return StepResult(skipped, info if shown else None, shown)
 
 
