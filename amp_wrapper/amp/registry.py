@@ -5,7 +5,6 @@ All references are weak: a session lives as long as one of its optimizers.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..casting import fp32_values
 from ..compiler_internals import compiled_module
 from ..engine import Engine
-from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, short, some
+from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, logger, short, some
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
 from ..torch_internals import after_zero_grad, is_traceable_wrapper_subclass
@@ -28,7 +27,6 @@ from .functions import cast_models
 
 #: Of :mod:`.session`, which knows this file.
 Session: TypeAlias = Any
-logger = logging.getLogger('amp_wrapper')
 
 
 def listed(value: Any, kind: type, name: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -13,10 +12,8 @@ from ..compiler_internals import eager_block
 from ..engine import Engine, StepResult, receiving, scale
 from ..engine.engine import StepObserver
 from ..engine.unscale import values_of
-from ..errors import AmpUsageError
+from ..errors import AmpUsageError, logger
 from .registry import registry
-
-logger = logging.getLogger('amp_wrapper')
 
 _UNSCALED = 'steps gradients that no amp.scale_loss block brought: call scaled_loss.backward() in such a block.'
 _UNNAMED = 'steps gradients of a block for another optimizer, whose scale sees no overflow of them. Name it too.'

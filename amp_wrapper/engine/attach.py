@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,7 +13,7 @@ from ..casting import cast_module, checks, roots
 from ..casting.modules import module_device
 from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
-from ..errors import AmpUsageError
+from ..errors import AmpUsageError, logger
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES, EnterObject
@@ -25,9 +24,6 @@ from .ddp import Ddp, check_before_cast
 from .engine import Engine
 from .optimizers import check_owners
 from .state import restore_accumulation
-
-#: Integrations decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 def attach(

@@ -40,9 +40,8 @@ class BufferSnapshot:
         self._seen: list[Tensor | None] = []
         self._shapes: list[torch.Size | None] = []
         self._tensors: dict[str, Tensor] = {}
-        # large buffers and their versions when the last copies were made, those that have ever changed, and that are copied
-        self._large: dict[str, tuple[Tensor, int]] = {}
-        self._moved: set[str] = set()
+        # large buffers and their versions when they were seen first, and those that are copied
+        self._first: dict[str, tuple[Tensor, int]] = {}
         self._copied: set[str] = set()
         # by device, type, and whether they are statistics of norms
         self._groups: dict[tuple[Any, ...], _Group] = {}
@@ -99,11 +98,9 @@ class BufferSnapshot:
 
     def _may_change(self, name: str) -> bool:
         """Look at a large buffer, once a step: whether it is new, or has ever changed."""
-        tensor, before = self._tensors[name], self._large.get(name)
-        self._large[name] = tensor, tensor._version
-        if before is not None and (before[0] is not tensor or before[1] != tensor._version):
-            self._moved.add(name)
-        return before is None or name in self._moved
+        tensor, is_new = self._tensors[name], name not in self._first
+        first, version = self._first.setdefault(name, (tensor, tensor._version))
+        return is_new or first is not tensor or version != tensor._version
 
     def _group(self) -> None:
         kinds: defaultdict[tuple[Any, ...], dict[str, Tensor]] = defaultdict(dict)
@@ -141,8 +138,8 @@ class BufferSnapshot:
         names, copies = self._names.get(module, {}), self._copies()
         for key in keys:
             name, tensor = names.get(key, ''), module._buffers[key]
-            if tensor is not None and name in self._large:
-                self._large[name] = tensor, tensor._version
+            # it is new
+            self._first.pop(name, None)
             if tensor is not None and name in copies and copies[name].shape == tensor.shape:
                 copies[name].copy_(tensor)
 

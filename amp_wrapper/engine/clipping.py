@@ -15,10 +15,7 @@ from .. import ops, shards
 from ..errors import AmpConfigError, nearest
 from ..policy.options import is_number
 
-_CLIP_KEYS = {
-    'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'),
-    'value': ('clip_value', 'foreach'),
-}
+_CLIP_KEYS = {'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'), 'value': ('clip_value', 'foreach')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +98,32 @@ class GradientClip:
             'of these, or master_weights=True.'
         )
 
+    def power(
+        self, gradients: Sequence[Tensor | None], replicas: Sequence[int], found_inf: Tensor | None = None
+    ) -> Tensor:
+        """This rank's part of the norm of gradients that are sharded, and whether it is finite, in one pass.
+
+        The ranks' numbers are combined by their sum, or by the largest where :attr:`norm_type` is infinite.
+
+        Args:
+            gradients: As they are, this rank's part of which counts; dense, not changed. None for none.
+            replicas: Of each: on how many ranks its elements lie.
+            found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
+
+        Returns:
+            float64 tensor of one element on the device: the square of the norm, or the greatest magnitude.
+        """
+        there = [(gradient, count) for gradient, count in zip(gradients, replicas) if gradient is not None]
+        total = torch.zeros(1, dtype=torch.float64, device=there[0][0].device if there else None)
+        for count in sorted({count for _, count in there}):
+            norm = self.norm(shards.local([grad for grad, number in there if number == count]), found_inf).double()
+            total = torch.maximum(total, norm) if self.norm_type == math.inf else total + norm.square() / count
+        return total
+
+    def norm_of(self, power: Tensor) -> Tensor:
+        """The norm, a float32 scalar, from what the :meth:`power` of all ranks came to."""
+        return (power if self.norm_type == math.inf else power.sqrt()).float()
+
     def prologue(self) -> dict[str, float]:
         """Keyword arguments of :func:`~amp_wrapper.ops.step_prologue`."""
         name = _CLIP_KEYS[self.kind][0]
@@ -145,38 +168,3 @@ class GradientClip:
         coefficient = (self.arguments['max_norm'] / (norm + 1e-6)).clamp(max=1.0)
         ops.multi_tensor_scale(gradients, gradients, coefficient.float())
         return norm
-
-
-class ShardNorm:
-    """This rank's part of the norm of gradients that are sharded, and whether it is finite, in one pass.
-
-    Args:
-        clip: Says which norm: the Euclidean or the greatest magnitude.
-        gradients: As they are, this rank's part of which counts; dense, not changed. None for none.
-        replicas: Of each: on how many ranks its elements lie.
-        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
-
-    Attributes:
-        is_greatest: Whether the ranks' numbers are combined by the largest, and not by their sum.
-        power: float64 scalar: the square of the norm, or the greatest magnitude.
-    """
-
-    def __init__(
-        self,
-        clip: GradientClip,
-        gradients: Sequence[Tensor | None],
-        replicas: Sequence[int],
-        found_inf: Tensor | None = None,
-    ) -> None:
-        self.is_greatest = clip.norm_type != 2.0
-        there = [(gradient, count) for gradient, count in zip(gradients, replicas) if gradient is not None]
-        powers = []
-        for count in sorted({count for _, count in there}):
-            norm = clip.norm(shards.local([grad for grad, number in there if number == count]), found_inf).double()
-            powers.append(norm if self.is_greatest else norm.square() / count)
-        both = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64)
-        self.power = both.max() if self.is_greatest else both.sum()
-
-    def of_all(self, power: Tensor) -> Tensor:
-        """The norm, a float32 scalar, from what all ranks' numbers came to."""
-        return (power if self.is_greatest else power.sqrt()).float()

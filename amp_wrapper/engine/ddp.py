@@ -7,7 +7,6 @@ DDP has to build its reducer once more.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 from weakref import ReferenceType, ref
@@ -20,11 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import distributed_internals as internals
 from ..casting.masters import Masters
 from ..compiler_internals import constant_when_traced, never_compiled
-from ..errors import AmpAttachError, AmpUsageError, some
+from ..errors import AmpAttachError, AmpUsageError, logger, some
 from ..shards import is_sharded
-
-#: Integrations decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 class Notice:
@@ -128,8 +124,7 @@ class Ddp:
         Raises:
             AmpUsageError: A change in the middle of an accumulation; ``DistributedDataParallel.join``.
         """
-        self._add([model])
-        for ddp, parameters in self._find().items():
+        for ddp, parameters in self._find(model).items():
             if internals.joins(ddp) and not is_plain:
                 raise AmpUsageError(
                     'DistributedDataParallel.join(): ranks with other numbers of steps need O0, for they share a loss scale.'
@@ -170,12 +165,10 @@ class Ddp:
         plain = not self.is_local() and not self._unaveraged
         return plain and len(self.groups()) == 1 and not any(map(internals.comm_hooks, self._averaging))
 
-    def _add(self, modules: Iterable[nn.Module | None]) -> None:
-        self.ddps += [module for module in dict.fromkeys(modules) if _is_ddp(module) and module not in self.ddps]
-
-    def _find(self) -> dict[DistributedDataParallel, list[nn.Parameter]]:
+    def _find(self, model: nn.Module | None = None) -> dict[DistributedDataParallel, list[nn.Parameter]]:
         """Find the DDPs that average what the optimizer steps, with their parameters, trainable or not."""
-        self._add(notice.ddp() for notice in self._notices if notice.ddp is not None)
+        known = [model, *(notice.ddp() for notice in self._notices if notice.ddp is not None)]
+        self.ddps += [module for module in dict.fromkeys(known) if _is_ddp(module) and module not in self.ddps]
         stepped = self._params.weights() if self.ddps else []
         seen = len(self.ddps), list(map(id, stepped))
         if seen == self._seen:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -18,15 +20,16 @@ from ..casting.masters import Masters
 from ..checkpoint.format import SavedAmp
 from ..compiler_internals import untraced
 from ..distributed_internals import hold_back
-from ..errors import AmpAttachError, AmpUsageError
+from ..errors import AmpAttachError, AmpUsageError, some
 from ..policy import Policy
-from . import optimizers, unscale
+from . import unscale
 from .buffer_snapshot import BufferSnapshot
-from .clipping import ShardNorm
+from .clipping import GradientClip
 from .ddp import Ddp
 from .flags import Flags, SkipMonitor, StepResult
 from .gradients import Gradients
 from .loss_scale import LossScaler, LossScales
+from .optimizers import check_optimizer
 
 
 class StepObserver:
@@ -117,14 +120,10 @@ class Engine:
         self.in_own_step = False
         self.pairs_checked = -1
         # no method of its own, which would be a cycle
-        self._find_optimizer = (
-            optimizer if isinstance(optimizer, ReferenceType) else functools.partial(_same, optimizer)
-        )
+        self._find = optimizer if isinstance(optimizer, ReferenceType) else functools.partial(_same, optimizer)
         self.reset()
         if policy.enabled and self.optimizer is not None:
-            optimizers.check_optimizer(self.optimizer)
-            if policy.split_masters:
-                optimizers.check_steps_split(self.optimizer)
+            check_optimizer(self.optimizer, policy.split_masters)
 
     def reset(self) -> None:
         """Let go of the model."""
@@ -143,7 +142,7 @@ class Engine:
         """
         kind: Literal['none', 'split', 'whole'] = 'split' if self.policy.split_masters else 'whole'
         kind = 'none' if weights is None else kind
-        self.params = Masters(self._find_optimizer, weights, kind, self.policy.cast_model_type)
+        self.params = Masters(self._find, weights, kind, self.policy.cast_model_type)
         self._use_gradients()
 
     def _use_gradients(self) -> None:
@@ -166,10 +165,17 @@ class Engine:
             raise AmpAttachError(
                 "master_weights='split' beside other optimizers would round gradients: write master_weights=True."
             )
-        found = [(each.weights(), each.is_plain) for each in (self, *others)]
-        # torch takes an optimizer that has a parameter twice, and warns
-        stepped = [list(dict.fromkeys(weights)) if is_plain else weights for weights, is_plain in found]
-        optimizers.check_once(stepped, self.names)
+        stepped: list[nn.Parameter] = []
+        for each in (self, *others):
+            # torch takes an optimizer that has a parameter twice, and warns
+            stepped += dict.fromkeys(each.weights()) if each.is_plain else each.weights()
+        twice = [self.name(weight) for weight, count in Counter(stepped).items() if count > 1]
+        if twice:
+            # which of two loss scales their gradients carry could not be known; in one, they would be unscaled twice
+            raise AmpAttachError(
+                f'{len(twice)} parameters are stepped by two optimizers, or twice by one ({some(twice)}): give each once, '
+                f'{{id(p): p for p in parameters}}.values(), to one optimizer; losses of the others reach it all the same.'
+            )
         self.others = others
         self._use_gradients()
 
@@ -193,7 +199,7 @@ class Engine:
     @property
     def optimizer(self) -> Optimizer | None:
         """Whose step it is; None for inference, and where nobody holds it any more."""
-        return self._find_optimizer()
+        return self._find()
 
     @property
     def awaits_step(self) -> bool:
@@ -263,25 +269,26 @@ class Engine:
                 ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)
             self.flags.add(flag)
 
-    def agree(self, norm: ShardNorm | None = None) -> Tensor | None:
+    def agree(self, clip: GradientClip | None = None, power: Tensor | None = None) -> Tensor | None:
         """Exchange the overflow flags, so that every rank decides the same. Collective, where there are several ranks.
 
         Where parameters are sharded, flags and norm are one exchange.
 
         Args:
-            norm: This rank's part of the norm of sharded gradients.
+            clip: How to clip by the norm of sharded gradients.
+            power: This rank's part of it, of :meth:`GradientClip.power`; None for none.
 
         Returns:
-            The norm of all of them, a float32 scalar; None without ``norm``.
+            The norm of all of them, a float32 scalar; None without ``power``.
         """
         layout, checks = self.params.layout, self.scales.check
-        if layout.groups and (checks or norm is not None):
+        if layout.groups and (checks or power is not None):
             flags = self.flags.all()
-            power = [] if norm is None else [norm.power.to(self.device).reshape(1)]
-            found = layout.exchange(torch.cat([flags.double(), *power]), norm is not None and norm.is_greatest)
+            numbers = [flags.double()] if power is None else [flags.double(), power.to(self.device)]
+            found = layout.exchange(torch.cat(numbers), clip is not None and clip.norm_type == math.inf)
             # a sum of flags is no flag
             self.flags.take(found[: len(flags)].clamp(max=1).float())
-            return None if norm is None else norm.of_all(found[-1])
+            return None if clip is None or power is None else clip.norm_of(found[-1])
         for group in self.ddp.groups() if checks and not layout.groups else ():
             flags = self.flags.all()
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
@@ -333,5 +340,5 @@ class Engine:
         if learns and not self.ddp.is_local():
             if self.params.layout.groups:
                 self.agree()
-            self.scales.update(self.flags, self.device)
+            self.scales.update(self.flags)
         self.flags.clear()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from ..errors import logger
 from ..policy.levels import IN_BFLOAT16, Policy
-
-logger = logging.getLogger('amp_wrapper')
 
 #: Where the numbers of a step's info stand (:func:`amp_wrapper.ops.step_prologue`).
 SKIP, GRAD_NORM, LOSS_SCALE, SKIPS, STREAK = 0, 4, 5, 6, 7

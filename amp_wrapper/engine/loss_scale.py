@@ -206,10 +206,10 @@ class LossScales:
         self.are_shared = shared is not None
         self.first = first = self.scalers[0]
         self.check, self.is_dynamic, self.is_one = first.checks, first.is_dynamic, first.is_one
-        # scales of several engines do not count the steps of one
-        self.steps = first if shared is None else LossScaler(LossScaleConfig(False, 1.0), first.checks)
         # the losses that the last update was for
         self._updated: list[int] = []
+        # scales of several engines do not count the steps of one
+        self.steps = first if shared is None else LossScaler(LossScaleConfig(False, 1.0), first.checks)
 
     def of(self, loss_id: int) -> LossScaler:
         """The scale of a loss.
@@ -237,17 +237,16 @@ class LossScales:
         for scaler in (*self.scalers, self.steps):
             scaler.to(device)
 
-    def update(self, flags: Flags, device: torch.device, is_counted: bool = False) -> None:
+    def update(self, flags: Flags, is_counted: bool = False) -> None:
         """Move the scales of the losses that took part in a step, taken or skipped, and count it.
 
         Args:
             flags: The flags of the step; cleared.
-            device: Where they are.
             is_counted: Whether :attr:`steps` has counted it already.
         """
+        self._updated = [index for index, used in enumerate(flags.used) if used or not self.are_shared]
         worst = flags.skipped()
-        skipped = torch.zeros((), device=device) if worst is None else worst
-        self._updated = [index for index, used in enumerate(flags.used) if used]
+        skipped = flags.new() if worst is None else worst
         for index, scaler in enumerate(self.scalers):
             # a step is skipped for all losses; a scale moves only for a loss that took part, and shared ones count for those
             used = flags.used[index]
@@ -260,8 +259,8 @@ class LossScales:
     def describe(self) -> str:
         """The loss scales as text. Syncs."""
         if len(self.scalers) == 1:
-            return f'{self.scalers[0].get_scale():g}'
-        chosen = (self.are_shared and self._updated) or range(len(self.scalers))
+            return f'{self.first.get_scale():g}'
+        chosen = self._updated or range(len(self.scalers))
         return ', '.join(f'loss {index}: {self.scalers[index].get_scale():g}' for index in chosen)
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str], list[float]]:

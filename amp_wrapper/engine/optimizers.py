@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
@@ -15,18 +15,22 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from .. import shards, torch_internals
 from ..compiler_internals import untraced
-from ..errors import AmpAttachError, AmpConfigError, some
+from ..errors import AmpAttachError, AmpConfigError
 from ..optim.fused import FusedOptimizer
 from ..policy.nested import parameters_of
 
 # -- which are taken ---------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose steps cannot be scaled or skipped.
+def check_optimizer(optimizer: Optimizer, splits: bool) -> None:
+    """Refuse optimizers whose steps cannot be scaled or skipped, or would step 16-bit weights without their remainders.
+
+    Args:
+        optimizer: What was handed over.
+        splits: Whether weights have remainders.
 
     Raises:
-        AmpAttachError: LBFGS, or one that steps in the backward pass.
+        AmpAttachError: LBFGS, or one that steps in the backward pass; with remainders, all but this package's fused ones.
         AmpConfigError: Not an optimizer.
     """
     if not isinstance(optimizer, Optimizer):
@@ -39,40 +43,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise AmpAttachError(
             'ZeroRedundancyOptimizer(overlap_with_ddp=True) steps scaled gradients: leave overlap_with_ddp out.'
         )
-
-
-def check_steps_split(optimizer: Optimizer) -> None:
-    """Refuse optimizers that would step 16-bit weights without their remainders.
-
-    Raises:
-        AmpAttachError: Not one of this package's fused optimizers.
-    """
-    if not getattr(type(optimizer), 'supports_split_weights', False):
+    if splits and not getattr(type(optimizer), 'supports_split_weights', False):
         raise AmpAttachError(
             f"master_weights='split' with {type(optimizer).__name__}: take FusedAdam, FusedAdamW or FusedSGD, or write True."
-        )
-
-
-def check_once(stepped: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
-    """Refuse parameters that are stepped twice, by two optimizers or by one.
-
-    Which of two loss scales their gradients carry could not be known; in one, they would be unscaled twice, and have two
-    masters.
-
-    Args:
-        stepped: The weights of each optimizer.
-        names: Of the model's parameters, by id.
-
-    Raises:
-        AmpAttachError: Names the parameters. Nothing has been changed.
-    """
-    found = {id(weight): weight for weights in stepped for weight in weights}
-    counts = Counter(id(weight) for weights in stepped for weight in weights)
-    twice = [names.get(key, f'one of shape {tuple(found[key].shape)}') for key, count in counts.items() if count > 1]
-    if twice:
-        raise AmpAttachError(
-            f'{len(twice)} parameters are stepped by two optimizers, or twice by one ({some(twice)}): give each of them once, '
-            f'{{id(p): p for p in parameters}}.values(), and to one optimizer; losses of the others reach it all the same.'
         )
 
 

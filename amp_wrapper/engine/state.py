@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +13,11 @@ from torch.optim import Optimizer
 from .. import checkpoint
 from ..checkpoint import report
 from ..distributed_internals import hold_back
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, logger
 from ..policy.nested import parameters_of
 from ..shards import is_sharded, shard_like
 from .ddp import has_several_processes
 from .engine import Engine
-
-#: Integrations decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -107,22 +103,17 @@ def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Make a deep copy of an optimizer's state dict, with shards in place of whole tensors where its parameters are sharded."""
     if 'param_groups' not in saved:
         return copy.deepcopy(dict(saved))
-    parameters, state = _by_key(saved, optimizer), {}
-    for key, values in saved['state'].items():
-        state[key] = {name: _fitted(value, parameters.get(key)) for name, value in values.items()}
-    return {**copy.deepcopy({name: value for name, value in saved.items() if name != 'state'}), 'state': state}
+    state = {key: dict(values) for key, values in saved['state'].items()}
+    for key, parameter in _by_key(saved, optimizer).items():
+        for name, value in state.get(key, {}).items() if is_sharded(parameter) else ():
+            if isinstance(value, Tensor) and not is_sharded(value) and value.shape == parameter.shape:
+                state[key][name] = shard_like(value, parameter)
+    return copy.deepcopy({**saved, 'state': state})
 
 
 def _by_key(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
     """Find the parameter that each key of a state dict is about."""
     return dict(zip([key for group in saved['param_groups'] for key in group['params']], parameters_of(optimizer)))
-
-
-def _fitted(value: Any, parameter: Tensor | None) -> Any:
-    is_whole = isinstance(value, Tensor) and not is_sharded(value)
-    if parameter is not None and is_sharded(parameter) and is_whole and value.shape == parameter.shape:
-        return shard_like(value, parameter)
-    return copy.deepcopy(value)
 
 
 def _keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from ..casting.masters import StepLists
 from ..compiler_internals import untraced
 from ..errors import AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
-from .clipping import GradientClip, ShardNorm
+from .clipping import GradientClip
 from .engine import Engine
 from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
 from .optimizers import flagged, has_pre_hooks, inside, put_in_front, takes_flag
@@ -201,7 +201,7 @@ def _step_fused(
     info = update.decision
     assert info is not None
     if engine.gradients.after_each_pass:
-        scales.update(engine.flags, engine.device, is_counted=True)
+        scales.update(engine.flags, is_counted=True)
         # the prologue was given no scale, for the gradients carry none
         info[LOSS_SCALE] = scales.first.current_scale
     else:
@@ -223,15 +223,15 @@ def _decide(
         words |= scales.first.prologue(flags.used[0])
     if clip is not None:
         words |= clip.prologue()
-    norm = None
+    power = None
     if clip is not None and clip.kind == 'norm':
         if layout.groups:
-            norm = ShardNorm(clip, gradients, layout.replicas, flag)
+            power = clip.power(gradients, layout.replicas, flag)
         else:
             words['norm'] = clip.norm(found, flag)
     elif flag is not None:
         ops.multi_tensor_isnonfinite(found, flag)
-    total = engine.agree(norm)
+    total = engine.agree(clip, power)
     if total is not None:
         words['norm'] = total
     if scales.check:
@@ -255,21 +255,19 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
         # whatever fails from here on: they must not be unscaled again
         engine.is_accumulating = False
         engine.gradients.mark_stepped()
-    part, layout = None, params.layout
+    power, layout = None, params.layout
     if clip is not None and clip.kind == 'norm' and clip.is_simple and layout.groups:
         # torch clips no frozen ones
-        part = ShardNorm(clip, [p.grad if p.requires_grad else None for p in params.parameters()], layout.replicas)
-    known = engine.agree(part)
+        power = clip.power([p.grad if p.requires_grad else None for p in params.parameters()], layout.replicas)
+    known = engine.agree(clip, power)
     skip = engine.flags.skipped() if scales.check else None
     engine.settle_buffers(skip)
-    by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
-    late = None
-    if skip is not None and not by_flag:
-        late = LateRead(torch.stack([skip.double(), *scales.steps.counts[1:].double()]))
-    norm = None
-    if clip is not None and not waits and not raises:
-        # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
-        norm = clip.apply(params.parameters(), known)
+    # where somebody may ask for names, gradients stay as they are
+    is_careful = waits or raises
+    by_flag = skip is not None and not is_careful and takes_flag(optimizer)
+    late = None if skip is None or by_flag else LateRead(torch.stack([skip, *scales.steps.counts[1:].double()]))
+    # goes on while the flag is on its way
+    norm = None if clip is None or is_careful else clip.apply(params.parameters(), known)
     numbers = None if late is None else late.wait()
     skipped = numbers is not None and numbers[0] > 0
     # a dynamic scale learns from the overflow
@@ -279,13 +277,13 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
             'error_if_nonfinite=False skips such steps where gradients are checked.'
         )
     if not skipped:
-        if clip is not None and norm is None:
+        if clip is not None and is_careful:
             norm = clip.apply(params.parameters(), known)
         with flagged(optimizer, skip) if by_flag and skip is not None else nullcontext():
             run()
         if params.have_fp32_values:
             params.write_weights()
-    scales.update(engine.flags, engine.device)
+    scales.update(engine.flags)
     # the counts were read before this step
     now = None if numbers is None else (numbers[1] + skipped, (numbers[2] + 1) * skipped)
     return _finish(engine, now, norm)
