@@ -6,7 +6,6 @@ Nothing that outlives a step may hold an engine; hooks in the graph of a loss wo
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -28,12 +27,6 @@ from ..torch_internals import note_step
 from .registry import registry
 from .scaling import Watch, is_capturing
 
-_TWO_PARTS = (
-    '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot '
-    'follow. Write the parts of the step out, each after an amp.scale_loss block of its own, or train at '
-    "opt_level='O0' or with enabled=False. One that holds the optimizer which steps for it as an attribute, as SAM does, works."
-)
-
 
 class Session:
     """Models that were cast together, and one engine for each of their optimizers, which share the loss scales.
@@ -42,7 +35,6 @@ class Session:
         policy: The configuration; enabled.
         models: Not wrapped. Without any, the optimizers step models of earlier sessions, or parameters that nobody casts.
         optimizers: Not in any session.
-        tells: Whether to warn of gradients that did not come from scaled losses.
         sharding: How the models are sharded first; None for as they are.
 
     Raises:
@@ -50,12 +42,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        tells: bool = True,
-        sharding: Sharding | None = None,
+        self, policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sharding: Sharding | None
     ) -> None:
         check_owners(optimizers, models, registry.stepped(), registry.known(), policy.casts_model)
         self.policy = policy
@@ -63,8 +50,6 @@ class Session:
         self.engines = [Engine(policy, ref(optimizer), self.scalers) for optimizer in optimizers]
         # infos of steps that nobody waited for
         self._unread: list[tuple[Engine, LateRead]] = []
-        #: The thread that used this session last.
-        self.thread = threading.get_ident()
         # before masters stand in the place of their weights
         theirs = list(registry.models_of(optimizers)) if not models else []
         self.casts = attach_together(self.engines, models, policy, sharding)
@@ -75,7 +60,7 @@ class Session:
         for index, (optimizer, engine) in enumerate(zip(optimizers, self.engines)):
             join_models(engine, theirs)
             engine.label = f'optimizer {index}' if len(optimizers) > 1 else ''
-            if tells and policy.verbosity >= 1 and not engine.is_plain:
+            if policy.verbosity >= 1 and not engine.is_plain:
                 engine.observers.append(Watch(engine))
             # the methods of this one object lead through the engine, and the object holds the session
             inner = inside(optimizer)
@@ -132,7 +117,11 @@ class Session:
                 result.append(own(*args, **kwargs))
             except Exception as error:
                 if runs_before and (isinstance(error, (AssertionError, TypeError)) or 'closure' in str(error).lower()):
-                    raise AmpUsageError(_TWO_PARTS.format(name=type(optimizer).__name__)) from error
+                    raise AmpUsageError(
+                        f'{type(optimizer).__name__}.step(closure) calls the closure in the middle of a step, where no scale '
+                        f'follows: write its parts out, each after an amp.scale_loss block, or keep to O0. One that holds the '
+                        f'optimizer which steps, as SAM does, works.'
+                    ) from error
                 raise
 
         # optimizers compute in FP32: what is cast for models is not cast here

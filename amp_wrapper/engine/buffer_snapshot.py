@@ -77,8 +77,12 @@ class BufferSnapshot:
         is_new = self._look()
         copied = {name for name, tensor in self._tensors.items() if tensor.nbytes > LARGE and self._may_change(name)}
         if is_new or copied != self._copied:
-            self._copied = copied
-            self._group()
+            self._copied, known = copied, self._groups
+            kinds: defaultdict[tuple[Any, ...], dict[str, Tensor]] = defaultdict(dict)
+            for name, tensor in self._tensors.items():
+                if name in copied or tensor.nbytes <= LARGE:
+                    kinds[tensor.device, tensor.dtype, name in self._of_norms][name] = tensor
+            self._groups = {key: _Group.of(kind, key, known.get(key)) for key, kind in kinds.items()}
         for group in self._groups.values():
             group.copy()
         for name, copy in self._copies().items() if self._loaded else ():
@@ -101,18 +105,6 @@ class BufferSnapshot:
         tensor, is_new = self._tensors[name], name not in self._first
         first, version = self._first.setdefault(name, (tensor, tensor._version))
         return is_new or first is not tensor or version != tensor._version
-
-    def _group(self) -> None:
-        kinds: defaultdict[tuple[Any, ...], dict[str, Tensor]] = defaultdict(dict)
-        for name, tensor in self._tensors.items():
-            if name in self._copied or tensor.nbytes <= LARGE:
-                kinds[tensor.device, tensor.dtype, name in self._of_norms][name] = tensor
-        known, self._groups = self._groups, {}
-        for key, kind in kinds.items():
-            shapes = {name: tensor.shape for name, tensor in kind.items()}
-            is_known = key in known and known[key].shapes == shapes
-            self._groups[key] = known[key] if is_known else _Group(shapes, *key)
-            self._groups[key].bind(kind)
 
     def settle(self, flag: Tensor | None) -> None:
         """End the step, taken or skipped. No host read.
@@ -174,10 +166,17 @@ class _Group:
         self.shapes, self._is_norm = shapes, is_norm
         self._has_nan = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
         # in one order: what they were, and room for what they have become
-        self._before, self._now = torch.zeros(
-            2, sum(map(torch.Size.numel, shapes.values())), dtype=dtype, device=device
-        )
+        size = sum(map(torch.Size.numel, shapes.values()))
+        self._before, self._now = torch.zeros(2, size, dtype=dtype, device=device)
         self.copies, self._parts = self._by_name(self._before), self._by_name(self._now)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], key: tuple[Any, ...], known: _Group | None) -> _Group:
+        """A group of these buffers: the known one, whose memory stays where it is, if they have its shapes."""
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        group = known if known is not None and known.shapes == shapes else cls(shapes, *key)
+        group.bind(tensors)
+        return group
 
     def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
         parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])

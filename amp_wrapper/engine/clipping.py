@@ -93,14 +93,11 @@ class GradientClip:
         if self.is_simple and not self.raises_on_nonfinite:
             return ''
         return (
-            f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split', whose gradients are clipped while they "
-            "are used: by value, or by norm_type=2 or 'inf' with a number as limit and without error_if_nonfinite. Write one "
-            'of these, or master_weights=True.'
+            f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split': write master_weights=True, or clip by "
+            "value, or by norm_type=2 or 'inf' with a number as limit and without error_if_nonfinite."
         )
 
-    def power(
-        self, gradients: Sequence[Tensor | None], replicas: Sequence[int], found_inf: Tensor | None = None
-    ) -> Tensor:
+    def power(self, gradients: Sequence[Tensor | None], replicas: Sequence[int], found_inf: Tensor | None) -> Tensor:
         """This rank's part of the norm of gradients that are sharded, and whether it is finite, in one pass.
 
         The ranks' numbers are combined by their sum, or by the largest where :attr:`norm_type` is infinite.

@@ -7,7 +7,7 @@ DDP has to build its reducer once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 from weakref import ReferenceType, ref
 
@@ -84,14 +84,8 @@ class Ddp:
         ddps: The DDPs that are known so far, of this optimizer or of others.
     """
 
-    def __init__(
-        self,
-        params: Masters,
-        models: Iterable[nn.Module] = (),
-        names: Mapping[int, str] | None = None,
-        speaks: bool = True,
-    ) -> None:
-        self._params, self._names, self._speaks = params, names or {}, speaks
+    def __init__(self, params: Masters, models: Sequence[nn.Module], names: Mapping[int, str], speaks: bool) -> None:
+        self._params, self._names, self._speaks = params, names, speaks
         self.ddps = _ddps_in(models)
         # of calls of these DDPs, and of those that will be put around the models, which are found at the DDPs then
         self._notices = [_notice_of(module) for module in (*self.ddps, *models)]
@@ -126,22 +120,17 @@ class Ddp:
         """
         for ddp, parameters in self._find(model).items():
             if internals.joins(ddp) and not is_plain:
-                raise AmpUsageError(
-                    'DistributedDataParallel.join(): ranks with other numbers of steps need O0, for they share a loss scale.'
-                )
+                raise AmpUsageError('DistributedDataParallel.join(): ranks with one loss scale step together: use O0.')
             now, known, allows_unused = _trainable(parameters), _notice_of(ddp).listened, ddp.find_unused_parameters
             # frozen ones count as unused; with all of them frozen there is no backward pass to wait for
             if not now or now == known or (allows_unused and now < known) or internals.cannot_be_rebuilt(ddp):
                 continue
             # a new reducer does not know what was used under no_sync
             if waiting(known | now if allows_unused else known - now):
-                raise AmpUsageError(
-                    'requires_grad changed in the middle of an accumulation, which DDP cannot follow: change it between steps.'
-                )
+                raise AmpUsageError('requires_grad changed in the middle of an accumulation: change it between steps.')
             seen = set(map(id, internals.ddp_parameters(ddp)))
-            for parameter in parameters:
-                if id(parameter) not in seen:
-                    dist.broadcast(parameter.detach(), dist.get_global_rank(ddp.process_group, 0), ddp.process_group)
+            for parameter in [parameter for parameter in parameters if id(parameter) not in seen]:
+                dist.broadcast(parameter.detach(), dist.get_global_rank(ddp.process_group, 0), ddp.process_group)
             _rebuild(ddp)
 
     def averages(self) -> bool:
@@ -233,9 +222,8 @@ def _rebuild(ddp: DistributedDataParallel) -> None:
     if trainable:
         internals.renew_reducer(ddp)
     notice.listened = trainable
-    if notice.averages:
-        # the new reducer knows of no forward call
-        notice.averages = False
+    # the new reducer knows of no forward call
+    notice.averages = None if notice.averages is None else False
 
 
 def has_several_processes() -> bool:
@@ -256,9 +244,7 @@ def check_before_cast(model: nn.Module, inner: nn.Module) -> None:
     """
     ddps = _ddps_in([model])
     if any(map(internals.cannot_be_rebuilt, ddps)):
-        raise AmpAttachError(
-            'a DDP that casts the model itself (mixed_precision), or delays reductions, cannot be cast: use O0, O1 or O4.'
-        )
+        raise AmpAttachError('a DDP with mixed_precision or delayed reductions cannot be cast: use O0, O1 or O4.')
     trained = [(name, p) for name, p in inner.named_parameters() if p.requires_grad and not is_sharded(p)]
     for name, parameter in trained[:1] if has_several_processes() and not ddps else ():
         _accumulation(parameter).metadata['amp_wrapper'] = True
@@ -271,8 +257,7 @@ def check_before_cast(model: nn.Module, inner: nn.Module) -> None:
 
 
 def _accumulation(parameter: Tensor) -> Any:
-    function: Any = parameter.view_as(parameter).grad_fn
-    return function.next_functions[0][0]
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def check_foreign_wrapper(model: nn.Module) -> None:
@@ -286,8 +271,7 @@ def check_foreign_wrapper(model: nn.Module) -> None:
     Raises:
         AmpAttachError: Several ranks, no DDP inside, and no such attribute.
     """
-    is_known = getattr(model, 'survives_cast', False) or _ddps_in([model])
-    if has_several_processes() and not is_known:
+    if has_several_processes() and not (getattr(model, 'survives_cast', False) or _ddps_in([model])):
         raise AmpAttachError(
             f'{type(model).__name__} is no DistributedDataParallel, and may stop averaging gradients after the cast: derive it '
             f'from MMDistributedDataParallel, set survives_cast = True on it if it hooks on parameters, or use O1.'

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from weakref import ReferenceType
 
 import torch
@@ -22,14 +22,16 @@ from ..compiler_internals import untraced
 from ..distributed_internals import hold_back
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..policy import Policy
-from . import unscale
 from .buffer_snapshot import BufferSnapshot
 from .clipping import GradientClip
 from .ddp import Ddp
 from .flags import Flags, SkipMonitor, StepResult
-from .gradients import Gradients
+from .gradients import Gradients, have_any, values_of
 from .loss_scale import LossScaler, LossScales
 from .optimizers import check_optimizer
+
+#: An optimizer, one that somebody else keeps alive, or none, for inference.
+Held: TypeAlias = Optimizer | ReferenceType[Optimizer] | None
 
 
 class StepObserver:
@@ -100,12 +102,7 @@ class Engine:
         pairs_checked: How many pairs of weight and master there were in the process when a step last looked for late ones.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        optimizer: Optimizer | ReferenceType[Optimizer] | None,
-        scalers: Sequence[LossScaler] | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, optimizer: Held, scalers: Sequence[LossScaler] | None = None) -> None:
         self.policy = policy
         self.label = ''
         self.observers: list[StepObserver] = []
@@ -113,7 +110,7 @@ class Engine:
         self.names: dict[int, str] = {}
         self.others: tuple[Engine, ...] = ()
         self.scales = LossScales(policy, scalers)
-        self.flags = Flags(policy.num_losses)
+        self.flags = Flags(policy.num_losses, self.device)
         self.monitor = SkipMonitor(policy, self.scales.describe)
         self.kept: Mapping[int, kept.Kept] = {}
         self.pending: SavedAmp | None = None
@@ -128,7 +125,7 @@ class Engine:
     def reset(self) -> None:
         """Let go of the model."""
         self.use_params()
-        self.ddp = Ddp(self.params)
+        self.ddp = Ddp(self.params, [], {}, False)
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.casts: plan.CastPlan | None = None
@@ -140,13 +137,10 @@ class Engine:
         Args:
             weights: Those that get FP32 values, by name, while they are unrounded; None for no FP32 values.
         """
-        kind: Literal['none', 'split', 'whole'] = 'split' if self.policy.split_masters else 'whole'
-        kind = 'none' if weights is None else kind
-        self.params = Masters(self._find, weights, kind, self.policy.cast_model_type)
-        self._use_gradients()
-
-    def _use_gradients(self) -> None:
         policy = self.policy
+        kind: Literal['none', 'split', 'whole'] = 'split' if policy.split_masters else 'whole'
+        kind = 'none' if weights is None else kind
+        self.params = Masters(self._find, weights, kind, policy.cast_model_type)
         sums = policy.accumulate_in_fp32 and policy.casts_model
         several = policy.num_losses > 1 or self.scales.are_shared
         self.gradients = Gradients(self.params, bool(self.others) or (policy.enabled and (sums or several)))
@@ -162,9 +156,7 @@ class Engine:
         """
         others = tuple(others)
         if others and self.policy.split_masters:
-            raise AmpAttachError(
-                "master_weights='split' beside other optimizers would round gradients: write master_weights=True."
-            )
+            raise AmpAttachError("master_weights='split' beside other optimizers would round gradients: write True.")
         stepped: list[nn.Parameter] = []
         for each in (self, *others):
             # torch takes an optimizer that has a parameter twice, and warns
@@ -177,21 +169,17 @@ class Engine:
                 f'{{id(p): p for p in parameters}}.values(), to one optimizer; losses of the others reach it all the same.'
             )
         self.others = others
-        self._use_gradients()
+        self.gradients.after_each_pass |= bool(others)
 
     def __repr__(self) -> str:
         # reads the device
         scale = f', loss scale {self.scales.describe()}' if self.policy.enabled and not self.scales.is_one else ''
-        state = 'attached' if self.attached else 'not attached to a model'
-        waits = ', with gradients that wait for a step' if self.is_accumulating else ''
-        return f'amp: {self.policy.describe()}{scale}; {state}{waits}'
+        return f'amp: {self.policy.describe()}{scale}; {"" if self.attached else "not "}attached to a model'
 
     def __getstate__(self) -> dict[str, Any]:
         # of copies
         if self.attached and self.policy.enabled:
-            raise AmpUsageError(
-                'an attached wrapper cannot be copied with its masters: copy the model, and build a wrapper for the copy.'
-            )
+            raise AmpUsageError('an attached wrapper cannot be copied: copy the model, and build one for the copy.')
         return vars(self)
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -259,14 +247,14 @@ class Engine:
     def check_rest(self) -> None:
         """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
         stepped = self.params.parameters()
-        is_unchecked = self.flags.is_clear and unscale.have_any(stepped)
+        is_unchecked = self.flags.is_clear and have_any(stepped)
         if not is_unchecked and not self.gradients.has_plain:
             return
         flag = self.flags.new() if self.scales.check else None
         self.gradients.add_plain(flag, bool(self.ddp.groups()))
         if flag is not None:
             if is_unchecked:
-                ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)
+                ops.multi_tensor_isnonfinite(values_of(stepped), flag)
             self.flags.add(flag)
 
     def agree(self, clip: GradientClip | None = None, power: Tensor | None = None) -> Tensor | None:
@@ -300,8 +288,7 @@ class Engine:
 
         Those of all models of the training: losses may have gone through each.
         """
-        found = [snapshot for each in (self, *self.others) for snapshot in each.snapshots]
-        for snapshot in dict.fromkeys(found):
+        for snapshot in dict.fromkeys(snapshot for each in (self, *self.others) for snapshot in each.snapshots):
             snapshot.settle(flag)
 
     def review(self, infos: Iterable[Sequence[float]]) -> None:
@@ -315,7 +302,7 @@ class Engine:
     def has_waiting(self, ids: Container[int]) -> bool:
         """Whether any of these weights, by id, has a gradient that waits for a step."""
         pairs = zip(self.weights(), self.params.parameters())
-        return self.is_accumulating and unscale.have_any([p for pair in pairs if id(pair[0]) in ids for p in pair])
+        return self.is_accumulating and have_any([p for pair in pairs if id(pair[0]) in ids for p in pair])
 
     # -- clearing ----------------------------------------------------------------------------------------------------
 
@@ -327,10 +314,9 @@ class Engine:
             own: The optimizer's own ``zero_grad``, where another stands in front of it.
             **kwargs: For it (``set_to_none``).
         """
-        optimizer = self.optimizer
-        assert optimizer is not None
+        assert self.optimizer is not None
         self.drop_flags()
-        (own or optimizer.zero_grad)(**kwargs)
+        (own or self.optimizer.zero_grad)(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
         self.is_accumulating = False
 

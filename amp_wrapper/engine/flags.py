@@ -26,6 +26,7 @@ class Flags:
 
     Args:
         losses: Number of losses with a scale of their own.
+        device: Where flags are made.
 
     Attributes:
         used: Whether each loss has had a backward pass since the last step.
@@ -33,11 +34,8 @@ class Flags:
         only_by_others: Whether one for other optimizers alone has.
     """
 
-    def __init__(self, losses: int) -> None:
-        self._device = torch.device('cpu')
-        self._losses = losses
-        #: Flags that are down, and that nobody has yet.
-        self._spare: list[Tensor] = []
+    def __init__(self, losses: int, device: torch.device) -> None:
+        self._losses, self._device = losses, device
         self.clear()
 
     def clear(self) -> None:
@@ -47,20 +45,9 @@ class Flags:
         # of each loss, and of all else
         self._flags: list[Tensor | None] = [None] * (self._losses + 1)
 
-    def to(self, device: torch.device) -> None:
-        """Where flags are made from now on."""
-        self._device = device
-        self._spare = []
-
     def new(self) -> Tensor:
         """A flag that is down."""
-        if self._device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
-            # a graph has to lower its flag each time it runs
-            return torch.zeros((), dtype=torch.float32, device=self._device)
-        if not self._spare:
-            # one kernel for many steps
-            self._spare = list(torch.zeros(64, dtype=torch.float32, device=self._device).unbind())
-        return self._spare.pop()
+        return torch.zeros((), dtype=torch.float32, device=self._device)
 
     def of(self, loss_id: int) -> Tensor:
         """The flag of a loss; a live tensor."""
@@ -93,8 +80,7 @@ class Flags:
 
     def all(self) -> Tensor:
         """All flags, float32, one-dimensional, for an exchange with other ranks: as many on each of them."""
-        zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        return torch.stack([zero if flag is None else flag for flag in self._flags])
+        return torch.stack([self.new() if flag is None else flag for flag in self._flags])
 
     def take(self, flags: Tensor) -> None:
         """Go on with what the ranks have agreed on.
@@ -137,9 +123,7 @@ class StepResult:
 
     def was_skipped(self) -> bool:
         """Whether the step was left out. Syncs, where ``skipped`` is None."""
-        if self.skipped is not None:
-            return self.skipped
-        return self.info is not None and bool(self.info[SKIP] > 0)
+        return bool(self.info[SKIP] > 0) if self.skipped is None and self.info is not None else bool(self.skipped)
 
 
 class LateRead:
@@ -167,8 +151,7 @@ class LateRead:
         """The numbers. Syncs with what was under way when the read began, and with nothing after it."""
         if self._event is not None:
             self._event.synchronize()  # type: ignore[no-untyped-call]
-        numbers: list[float] = self._numbers.tolist()
-        return numbers
+        return self._numbers.tolist()  # type: ignore[no-any-return]
 
 
 def info_of(norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
@@ -195,19 +178,19 @@ def what_to_try(policy: Policy) -> list[str]:
     Args:
         policy: Of the training.
     """
-    found = ['look for NaN in the data and the loss', 'lower the learning rate or add clip_grad']
-    scale = policy.loss_scale
-    if scale.enabled and not scale.dynamic and scale.init_scale > 1:
-        found.append("lower loss_scale, or write loss_scale='dynamic'")
-    if policy.runs_16_bit:
-        found.append('keep the named modules in FP32 (keep_fp32=[...])')
-    if torch.float16 in (policy.cast_model_type, policy.autocast_dtype) and policy.enabled:
-        level = IN_BFLOAT16.get(policy.opt_level)
-        words = "cast_model_type='bfloat16'" if level is None else f'opt_level={level!r}'
-        found.append(f'use bfloat16, which has the range of FP32 ({words})')
-    elif policy.runs_16_bit:
-        found.append("compare with opt_level='O0': bfloat16 has the range of FP32, so FP32 may overflow as well")
-    return found
+    scale, level = policy.loss_scale, IN_BFLOAT16.get(policy.opt_level)
+    is_static = scale.enabled and not scale.dynamic and scale.init_scale > 1
+    is_float16 = policy.enabled and torch.float16 in (policy.cast_model_type, policy.autocast_dtype)
+    in_bfloat16 = "cast_model_type='bfloat16'" if level is None else f'opt_level={level!r}'
+    remedies = {
+        'look for NaN in the data and the loss': True,
+        'lower the learning rate or add clip_grad': True,
+        "lower loss_scale, or write loss_scale='dynamic'": is_static,
+        'keep the named modules in FP32 (keep_fp32=[...])': policy.runs_16_bit,
+        f'use bfloat16, which has the range of FP32 ({in_bfloat16})': is_float16,
+        "compare with opt_level='O0', for bfloat16 overflows where FP32 does": policy.runs_16_bit and not is_float16,
+    }
+    return [remedy for remedy, helps in remedies.items() if helps]
 
 
 class SkipMonitor:

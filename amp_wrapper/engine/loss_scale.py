@@ -88,14 +88,12 @@ class LossScaler:
             scale: float32 scalar, where another one than the present has to be used.
 
         Returns:
-            ``loss.float() * scale`` (float32; float64 stays), or ``loss`` itself where the scale is 1 for good.
+            ``loss.float() * scale`` (float32; float64 stays), or ``loss.float()`` where the scale is 1 for good.
         """
-        if self.is_one:
-            return loss
         if loss.dtype in HALF_TYPES:
             # a 16-bit product would overflow before the gradients do
             loss = loss.float()
-        return loss * (self.current_scale if scale is None else scale).to(loss.device)
+        return loss if self.is_one else loss * (self.current_scale if scale is None else scale).to(loss.device)
 
     def inverse_scale(self) -> Tensor | None:
         """Return the float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""
@@ -218,9 +216,7 @@ class LossScales:
             AmpUsageError: No such loss.
         """
         if not is_whole(loss_id, 0, len(self.scalers)):
-            raise AmpUsageError(
-                f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses in the configuration.'
-            )
+            raise AmpUsageError(f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses.')
         return self.scalers[loss_id]
 
     def pinned(self, loss_id: int) -> Tensor | None:

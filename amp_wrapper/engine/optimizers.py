@@ -13,11 +13,12 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from .. import shards, torch_internals
+from .. import shards
 from ..compiler_internals import untraced
 from ..errors import AmpAttachError, AmpConfigError
 from ..optim.fused import FusedOptimizer
 from ..policy.nested import parameters_of
+from ..torch_internals import hooks_before_all_steps, hooks_before_steps, is_zero, overlaps_with_ddp
 
 # -- which are taken ---------------------------------------------------------------------------------------------------
 
@@ -36,13 +37,9 @@ def check_optimizer(optimizer: Optimizer, splits: bool) -> None:
     if not isinstance(optimizer, Optimizer):
         raise AmpConfigError([f'optimizer={optimizer!r} must be a torch.optim.Optimizer.'])
     if isinstance(optimizer, LBFGS):
-        raise AmpAttachError(
-            'LBFGS evaluates the model several times a step, beside any loss scale: choose another, or enabled=False.'
-        )
-    if torch_internals.is_zero(optimizer) and torch_internals.overlaps_with_ddp(optimizer):
-        raise AmpAttachError(
-            'ZeroRedundancyOptimizer(overlap_with_ddp=True) steps scaled gradients: leave overlap_with_ddp out.'
-        )
+        raise AmpAttachError('LBFGS calls the model several times a step, beside any loss scale: write enabled=False.')
+    if is_zero(optimizer) and overlaps_with_ddp(optimizer):
+        raise AmpAttachError('ZeroRedundancyOptimizer(overlap_with_ddp=True) steps scaled gradients: leave it out.')
     if splits and not getattr(type(optimizer), 'supports_split_weights', False):
         raise AmpAttachError(
             f"master_weights='split' with {type(optimizer).__name__}: take FusedAdam, FusedAdamW or FusedSGD, or write True."
@@ -118,10 +115,8 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = [
-        hook for hook in torch_internals.hooks_before_all_steps().values() if not hasattr(hook, 'sees_no_gradient')
-    ]
-    return bool(others or torch_internals.hooks_before_steps(optimizer))
+    others = [hook for hook in hooks_before_all_steps().values() if not hasattr(hook, 'sees_no_gradient')]
+    return bool(others or hooks_before_steps(optimizer))
 
 
 @contextlib.contextmanager

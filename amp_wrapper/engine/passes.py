@@ -15,7 +15,7 @@ from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
 from ..policy import said_once
 from .engine import Engine
-from .unscale import NO_GRAPH
+from .gradients import NO_GRAPH
 
 
 @untraced
@@ -79,9 +79,8 @@ def scale(engine: Engine, loss: Tensor, loss_id: int = 0, together: Sequence[Eng
         AmpUsageError: No such loss.
     """
     scaler = engine.scales.of(loss_id)
-    for each in (engine, *together):
-        for observer in each.observers:
-            observer.see_loss(engine, loss, loss_id)
+    for observer in [observer for each in (engine, *together) for observer in each.observers]:
+        observer.see_loss(engine, loss, loss_id)
     return scaler.scale(loss, _scale_of(engine, loss_id) if engine.gradients.after_each_pass else None)
 
 
@@ -144,9 +143,7 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
     named = [engine, *together]
     reached = [*named, *(each for each in engine.others if each not in named)]
     if any(each.gradients.in_backward for each in reached):
-        raise AmpUsageError(
-            'a backward pass inside another one: leave the first amp.scale_loss block before it, or add up the losses.'
-        )
+        raise AmpUsageError('a backward pass inside another one: leave the first block, or add up the losses.')
     loss_scale = _scale_of(engine, loss_id)
     passes = [_Pass(each, loss_scale, loss_id if each is engine else None, each in named) for each in reached]
     is_whole = False
@@ -198,28 +195,23 @@ class _Pass:
 
     def begin(self) -> None:
         """Bring what waits to the scale of the pass."""
-        engine, gradients = self.engine, self.engine.gradients
+        engine, gradients, loss_id = self.engine, self.engine.gradients, self._loss_id or 0
         engine.tidy_up()
         if engine.shard_groups and self._is_named and self._scale is not None:
-            self._note_kept(self._scale)
+            kept = gradients.kept_by_fsdp
+            if kept is not None and kept[0] != loss_id:
+                raise AmpUsageError(
+                    f'loss {loss_id} while FSDP2 keeps gradients of loss {kept[0]}: finish that first, or use one loss_id.'
+                )
+            # FSDP2 averages the gradients of this pass with those that it has kept, or keeps them
+            gradients.kept_by_fsdp = (loss_id, self._scale) if hold_back(engine.shard_groups) else None
         if engine.scales.check or not self._is_named:
             self.flag = engine.flags.new()
         gradients.begin_pass(self._scale, engine.ddp.averages(), engine.flags.skipped(but=self._loss_id))
 
-    def _note_kept(self, scale: Tensor) -> None:
-        """Note whether FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
-        engine, loss_id = self.engine, self._loss_id or 0
-        kept = engine.gradients.kept_by_fsdp
-        if kept is not None and kept[0] != loss_id:
-            raise AmpUsageError(
-                f'loss {loss_id} while FSDP2 keeps gradients of loss {kept[0]}: finish its accumulation, or use one loss_id.'
-            )
-        engine.gradients.kept_by_fsdp = (loss_id, scale) if hold_back(engine.shard_groups) else None
-
     def end(self) -> None:
         """Bring everything home."""
-        gradients = self.engine.gradients
-        self.has_come = gradients.in_backward and gradients.end_pass(self._scale, self.flag)
+        self.has_come = self.engine.gradients.in_backward and self.engine.gradients.end_pass(self._scale, self.flag)
 
     def note_others(self) -> None:
         """Gradients have come from a loss that is not for this engine, or from a pass that was broken off."""

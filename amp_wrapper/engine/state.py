@@ -47,21 +47,20 @@ def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
     return checkpoint.Window(saved, unscaled, list(engine.flags.used), found, of_others, buffers)
 
 
-def check_state(engine: Engine, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
+def check_state(optimizer: Optimizer, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
     """Whether a state dict can be taken over, applying nothing.
 
     Args:
-        engine: Of the engine.
+        optimizer: Of the engine.
         state: As for :func:`load_state`.
 
     Raises:
         AmpCheckpointError: Names the key and what was expected.
     """
-    assert engine.optimizer is not None
-    form = checkpoint.own_form(engine.optimizer)
+    form = checkpoint.own_form(optimizer)
     saved = checkpoint.read(state, form)
     if form is None:
-        checkpoint.check_optimizer_state(saved, engine.optimizer)
+        checkpoint.check_optimizer_state(saved, optimizer)
     return saved
 
 
@@ -69,7 +68,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
     """Take over a state dict; before or after attaching."""
     optimizer, policy = engine.optimizer, engine.policy
     assert optimizer is not None
-    saved = check_state(engine, state)
+    saved = check_state(optimizer, state)
     try:
         # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
         optimizer.load_state_dict(_copied(saved.optimizer, optimizer))
@@ -78,8 +77,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
     if not policy.enabled:
         dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
         return report.describe(saved, policy, [], dropped)
-    if 'param_groups' in saved.optimizer:
-        _keep_scalar_state(optimizer, saved.optimizer)
+    _keep_scalar_state(optimizer, saved.optimizer)
     engine.pending = None
     if engine.attached:
         engine.zero_grad()
@@ -112,8 +110,9 @@ def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _by_key(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
-    """Find the parameter that each key of a state dict is about."""
-    return dict(zip([key for group in saved['param_groups'] for key in group['params']], parameters_of(optimizer)))
+    """Find the parameter that each key of a state dict is about; none in a form of its own."""
+    keys = [key for group in saved.get('param_groups', ()) for key in group['params']]
+    return dict(zip(keys, parameters_of(optimizer)))
 
 
 def _keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

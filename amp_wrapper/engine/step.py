@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
@@ -22,17 +21,17 @@ from ..optim.fused import FusedOptimizer, Update
 from .clipping import GradientClip
 from .engine import Engine
 from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
+from .gradients import nonfinite_names
 from .optimizers import flagged, has_pre_hooks, inside, put_in_front, takes_flag
-from .unscale import nonfinite_names
 
 #: Calls the optimizer's own ``step``.
 Run = Callable[[], None]
+#: How to clip; None for not at all.
+Clip: TypeAlias = GradientClip | None
 
 
 @untraced
-def take_step(
-    engine: Engine, clip: GradientClip | None = None, own_step: Callable[..., Any] | None = None, **kwargs: Any
-) -> StepResult:
+def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None = None, **kwargs: Any) -> StepResult:
     """Take one optimizer step from the gradients at hand, or skip it as a whole.
 
     With an optimizer of :mod:`amp_wrapper.optim` it takes two passes over memory, and the host never waits: what happened
@@ -45,7 +44,7 @@ def take_step(
     Args:
         engine: Of the optimizer.
         clip: How to clip, after unscaling.
-        own_step: The optimizer's own ``step``, where another stands in front of it.
+        own: The optimizer's own ``step``, where another stands in front of it.
         **kwargs: For it. A closure is possible where there is no scale and no master; its gradients are not checked.
 
     Returns:
@@ -62,7 +61,7 @@ def take_step(
     def run() -> None:
         engine.in_own_step = True
         try:
-            (own_step or optimizer.step)(**kwargs)
+            (own or optimizer.step)(**kwargs)
         finally:
             engine.in_own_step = False
 
@@ -70,7 +69,12 @@ def take_step(
     if engine.gradients.after_each_pass:
         engine.check_rest()
     if kwargs.get('closure') is not None:
-        return _step_with_closure(engine, clip, run)
+        # its backward passes run inside the optimizer: there is nothing to unscale, and nobody to check
+        norm = None if clip is None else clip.apply(engine.params.parameters())
+        run()
+        engine.settle_buffers(None)
+        engine.is_accumulating = False
+        return _finish(engine, [0, 0], norm)
     engine.params.before_step()
     lists = engine.params.lists()
     for observer in engine.observers:
@@ -95,15 +99,12 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
     for group in engine.shard_groups:
         group.reshard()
     if any(each.gradients.in_backward for each in (engine, *engine.others)):
-        raise AmpUsageError(
-            'step() inside a "with amp.scale_loss(...)" block: gradients are still scaled there. Step after the block.'
-        )
+        raise AmpUsageError('step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.')
     if not params.have_fp32_values and engine.pairs_checked != fp32_values.pairs_made:
         if fp32_values.paired(params.parameters()):
             raise AmpUsageError(
-                f'step() at {engine.policy.opt_level}: another optimizer steps FP32 masters of these weights by now, since the '
-                f'model was initialised again, and this one would round what it does. Step that one, and make a new one where '
-                f'two are wanted: amp.initialize([], optimizer).'
+                f'step() at {engine.policy.opt_level}: the model was initialised again, and another optimizer steps FP32 '
+                f'masters of its weights by now: step that one, or a new one, of amp.initialize([], optimizer).'
             )
         engine.pairs_checked = fp32_values.pairs_made
     has_closure, is_bare = kwargs.get('closure') is not None, scales.is_one and not params.have_fp32_values
@@ -114,19 +115,7 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
         )
     is_checked = not scales.are_shared and (scales.check or not is_bare)
     if is_checked and not has_closure and not engine.is_accumulating:
-        raise AmpUsageError(
-            'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
-            'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
-        )
-
-
-def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> StepResult:
-    """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
-    norm = None if clip is None else clip.apply(engine.params.parameters())
-    run()
-    engine.settle_buffers(None)
-    engine.is_accumulating = False
-    return _finish(engine, (0, 0), norm)
+        raise AmpUsageError('step() without a backward() since the last step: call optim_wrapper.backward(loss) first.')
 
 
 def refuse_direct_steps(engine: Engine) -> None:
@@ -155,7 +144,7 @@ def refuse_direct_steps(engine: Engine) -> None:
 # -- with an optimizer of this package ---------------------------------------------------------------------------------
 
 
-def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, lists: StepLists) -> Update | None:
+def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLists) -> Update | None:
     """Return what a fused step does; None where this way cannot do it all.
 
     Raises:
@@ -165,9 +154,8 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None
     problem = '' if clip is None else clip.not_in_prologue
     if has_pre_hooks(optimizer):
         problem = (
-            "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
-            '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
-            'master_weights=True.'
+            "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled 16-bit "
+            'gradients, and what they write would come too late. Remove the hooks, or use master_weights=True.'
         )
     # nothing else can step split masters: what the fused step cannot do is refused
     if is_split and problem:
@@ -181,18 +169,15 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None
     fits = optimizer.fuses and not any(grad.is_sparse for _, grad in there)
     if is_split and not fits:
         raise AmpUsageError(
-            f"master_weights='split': only the compiled ops step weights together with their remainders, and they serve "
-            f'neither {engine.device} here nor gradients that are sparse (ops: {ops.backend()}). Build them by amp-wrapper '
-            f'build-ops, or use master_weights=True.'
+            f"master_weights='split': only the compiled ops step both halves, and they serve neither {engine.device} here nor "
+            f'sparse gradients (ops: {ops.backend()}): build them by amp-wrapper build-ops, or write master_weights=True.'
         )
     if not is_split and (clips_frozen or not fits or not there):
         return None
     return Update(gradients, lists.copies, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
 
 
-def _step_fused(
-    engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, update: Update, run: Run
-) -> StepResult:
+def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: Update, run: Run) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
     scales, monitor = engine.scales, engine.monitor
     waits = scales.check and monitor.must_wait
@@ -206,13 +191,11 @@ def _step_fused(
         info[LOSS_SCALE] = scales.first.current_scale
     else:
         engine.flags.clear()
-    numbers = operator.itemgetter(SKIPS, STREAK)(info.tolist()) if waits else None
+    numbers = info[SKIPS : STREAK + 1].tolist() if waits else None
     return _finish(engine, numbers, None if clip is None or clip.kind == 'value' else info[GRAD_NORM], info)
 
 
-def _decide(
-    engine: Engine, clip: GradientClip | None, gradients: Sequence[Tensor | None], found: Sequence[Tensor]
-) -> dict[str, Any]:
+def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], found: Sequence[Tensor]) -> dict[str, Any]:
     """Read the gradients once, for norm and flag; returns the prologue's arguments, from which it decides."""
     scales, flags, layout = engine.scales, engine.flags, engine.params.layout
     # unscaled after each backward pass, and checked there
@@ -232,8 +215,7 @@ def _decide(
     elif flag is not None:
         ops.multi_tensor_isnonfinite(found, flag)
     total = engine.agree(clip, power)
-    if total is not None:
-        words['norm'] = total
+    words |= {} if total is None else {'norm': total}
     if scales.check:
         words['found_inf'] = flags.skipped()
         engine.settle_buffers(words['found_inf'])
@@ -245,7 +227,7 @@ def _decide(
 # -- with any other optimizer ------------------------------------------------------------------------------------------
 
 
-def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None, run: Run) -> StepResult:
+def _step_eager(engine: Engine, optimizer: Optimizer, clip: Clip, run: Run) -> StepResult:
     """Unscale, find out, clip, step, copy, each in its turn. Syncs once, where the optimizer cannot read the flag itself."""
     scales, params = engine.scales, engine.params
     raises = clip is not None and clip.raises_on_nonfinite
@@ -258,7 +240,7 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
     power, layout = None, params.layout
     if clip is not None and clip.kind == 'norm' and clip.is_simple and layout.groups:
         # torch clips no frozen ones
-        power = clip.power([p.grad if p.requires_grad else None for p in params.parameters()], layout.replicas)
+        power = clip.power([p.grad if p.requires_grad else None for p in params.parameters()], layout.replicas, None)
     known = engine.agree(clip, power)
     skip = engine.flags.skipped() if scales.check else None
     engine.settle_buffers(skip)
@@ -285,16 +267,14 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
             params.write_weights()
     scales.update(engine.flags)
     # the counts were read before this step
-    now = None if numbers is None else (numbers[1] + skipped, (numbers[2] + 1) * skipped)
+    now = None if numbers is None else [numbers[1] + skipped, (numbers[2] + 1) * skipped]
     return _finish(engine, now, norm)
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------
 
 
-def _finish(
-    engine: Engine, numbers: Sequence[float] | None, norm: Tensor | None, info: Tensor | None = None
-) -> StepResult:
+def _finish(engine: Engine, numbers: list[float] | None, norm: Tensor | None, info: Tensor | None = None) -> StepResult:
     """Say what a step did, and count skips.
 
     Args:

@@ -361,7 +361,7 @@ class AmpOptimWrapper(OptimWrapper):
             AmpCheckpointError: Names the key and what was expected.
         """
         state, _, _ = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        engine_state.check_state(self._engine, state)
+        engine_state.check_state(self.optimizer, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from our own checkpoints, those of mmengine's own wrappers or apex's; logs what cannot be kept.

@@ -35,7 +35,7 @@ def test_wrong_arguments_are_named_and_change_nothing() -> None:
         ((loss, copy.copy(optimizer)), 'was not initialised'),
         ((loss, []), 'empty'),
         ((loss, deep), 'optimizers=Sequential'),
-        ((loss, None), 'NoneType'),
+        ((loss, None), 'optimizers=None'),
         ((loss, [optimizer, off]), 'enabled=False'),
         *(((loss, optimizer, loss_id), f'loss_id={loss_id!r}') for loss_id in (2, -1, '0', None)),
         ((3.5, optimizer), 'float'),
