@@ -49,6 +49,7 @@ def eager() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance('force_eager') if is_loaded() else nullcontext()
 
 
+@functools.cache
 def before_compiled_calls(listener: Callable[[], None]) -> None:
     """Be told before each call of what ``torch.compile`` made, from now on; :mod:`torch._dynamo` is loaded.
 
@@ -56,7 +57,7 @@ def before_compiled_calls(listener: Callable[[], None]) -> None:
     it, whenever it is called from outside. In every version since 2.6.
 
     Args:
-        listener: Called without arguments.
+        listener: Called without arguments. A second call with the same one does nothing.
     """
     from torch._dynamo import eval_frame
 

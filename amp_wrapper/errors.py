@@ -1,4 +1,4 @@
-"""The typed errors of the package.
+"""The typed errors of the package, and its logger.
 
 Each message names the argument or key, the value that was found and what to write instead. An error is raised before
 any state changes, unless its docstring says otherwise.
@@ -7,8 +7,12 @@ any state changes, unless its docstring says otherwise.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
+
+#: Integrations decide where its lines go.
+logger = logging.getLogger('amp_wrapper')
 
 
 class AmpError(Exception):

@@ -226,8 +226,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         AmpUsageError: No optimizer.
     """
     if not hasattr(optimizer, 'param_groups'):
-        name = type(optimizer).__name__
-        raise AmpUsageError(f'optimizer={short(optimizer)} must be a torch optimizer, but is {name}.')
+        raise AmpUsageError(f'optimizer={short(optimizer)} must be a torch optimizer, not {type(optimizer).__name__}.')
     session = registry.session_of(optimizer)
     yield from parameters_of(optimizer) if session is None else session.engine(optimizer).master_params()
 

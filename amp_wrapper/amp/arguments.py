@@ -26,7 +26,7 @@ class InitializeOptions(SharedOptions, total=False):
     sharding: Mapping[str, Any] | None
 
 
-def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
+def policy_of(opt_level: OptLevel, given: dict[str, Any]) -> Policy:
     """Resolve the configuration.
 
     Args:
@@ -41,10 +41,8 @@ def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
         remedy = "a level has its name, opt_level='O2'; several models go in a list, amp.initialize([model, other], optimizer)"
         raise AmpConfigError([f'enabled={short(enabled)}, the third argument, must be True or False: {remedy}.'])
     if masters is not None and not isinstance(masters, bool):
-        remedy = "'split' is for AmpOptimWrapper, whose steps unscale gradients"
-        raise AmpConfigError([f"master_weights={masters!r} must be True, False or None (the level's own): {remedy}."])
-    options: Any = dict(given)
-    return resolve(opt_level, **options)
+        raise AmpConfigError([f"master_weights={masters!r} must be True, False or None; only wrappers take 'split'."])
+    return resolve(opt_level, **given)
 
 
 def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapping[str, Any]) -> Policy:
@@ -78,12 +76,9 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
         raise AmpConfigError([f'{name}={value!r} {text}' for name, value in decided.items()])
     scaling: Any = {name: value for name, value in given.items() if name.endswith('loss_scale')}
     own = all(value == OPTIONS[name].default for name, value in scaling.items())
-    return dataclasses.replace(
-        models,
-        loss_scale=models.loss_scale if own else resolve(models.opt_level, **scaling).loss_scale,
-        num_losses=policy.num_losses if policy.num_losses > 1 else models.num_losses,
-        verbosity=policy.verbosity,
-    )
+    scale = models.loss_scale if own else resolve(models.opt_level, **scaling).loss_scale
+    losses = policy.num_losses if policy.num_losses > 1 else models.num_losses
+    return dataclasses.replace(models, loss_scale=scale, num_losses=losses, verbosity=policy.verbosity)
 
 
 def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +95,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
     for index, model in enumerate(models):
         name = type(model).__name__
         if isinstance(model, (DistributedDataParallel, DataParallel)):
-            raise AmpAttachError(
-                f'models[{index}] is wrapped in {name}, which has to see the types after the cast. The order is: optimizer, '
-                f'model, optimizer = amp.initialize(model, optimizer), and then model = {name}(model).'
-            )
+            raise AmpAttachError(f'models[{index}] is inside {name}. The order: amp.initialize, then {name}(model).')
         if any(model is other for other in models[:index]):
             raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
 

@@ -130,8 +130,7 @@ def _decorated(function: _Function, dtype: torch.dtype | None) -> _Function:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(function.__func__, dtype))  # type: ignore[return-value]
     if isinstance(function, type) or not callable(function):
-        text = 'cannot be decorated: hand over a function; for a class, decorate its forward or apply'
-        raise AmpConfigError([f'{function!r} {text}.'])
+        raise AmpConfigError([f'{function!r} cannot be decorated: take a function, or the forward of a class.'])
     is_method, rule = _takes_self(function), CallRule(dtype)
     rules = Rules(rule)
 

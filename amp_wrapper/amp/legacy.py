@@ -11,10 +11,11 @@ optimizer.step()
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -70,12 +71,15 @@ class AmpHandle:
     #: As :func:`amp_wrapper.amp.disable_casts`.
     _disable_casts = staticmethod(region.suspended)
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Wrap an optimizer, whose losses are scaled from now on where the handle is active.
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> Any:
+        """Give an optimizer a method ``scale_loss(loss)``, which scales its next loss where the handle is active.
 
         Args:
             optimizer: A torch optimizer over FP32 parameters.
             num_loss: How many backward passes there are between two steps; each has a scale of its own, in their order.
+
+        Returns:
+            The optimizer. Its steps are left out where a gradient is non-finite.
 
         Raises:
             AmpAttachError: An optimizer that cannot be wrapped, or was initialised already.
@@ -84,8 +88,16 @@ class AmpHandle:
         policy = resolve('O1', loss_scale=self._loss_scale, num_losses=num_loss)
         if self._casts is not None:
             registry.check_new([optimizer])
-            Session(policy, [], [optimizer], tells=False)
-        return OptimWrapper(optimizer, self)
+            # scripts of that time step other gradients as well, unscaled
+            Session(policy, [], [optimizer], None).engines[0].observers.clear()
+        # it lies in the optimizer, and keeps it not alive
+        vars(optimizer)['scale_loss'] = functools.partial(self._scale_next, ref(optimizer))
+        return optimizer
+
+    def _scale_next(self, optimizer: ReferenceType[Optimizer], loss: Tensor) -> AbstractContextManager[Tensor]:
+        held: Any = optimizer()
+        session = registry.session_of(held)
+        return self.scale_loss(loss, held, 0 if session is None else sum(session.engine(held).flags.used))
 
     def scale_loss(self, loss: Tensor, optimizer: Optimizer, loss_id: int = 0) -> AbstractContextManager[Tensor]:
         """Scale a loss around ``backward()``; the optimizer, which need not be wrapped, skips its next step after an overflow.
@@ -103,41 +115,6 @@ class AmpHandle:
         if registry.session_of(optimizer) is None:
             self.wrap_optimizer(optimizer)
         return scaled(loss, registry.engines_of(optimizer), loss_id)
-
-
-@dataclasses.dataclass(eq=False)
-class OptimWrapper:
-    """An optimizer of the oldest interface: scales its losses, and passes every other call on to the optimizer."""
-
-    _optimizer: Optimizer
-    _handle: AmpHandle
-    _next: int = 0
-
-    @contextmanager
-    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Scale the next loss around its ``backward()``.
-
-        Args:
-            loss: Floating tensor.
-
-        Yields:
-            The loss times its scale; the loss itself where the handle is not active.
-
-        Raises:
-            AmpUsageError: More losses than ``num_loss`` since the last step.
-        """
-        with self._handle.scale_loss(loss, self._optimizer, self._next) as result:
-            yield result
-        self._next += self._handle.is_active()
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take one step, as the optimizer does; it is left out where a gradient is non-finite."""
-        self._next = 0
-        return self._optimizer.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # a copy has no optimizer while it is made
-        return getattr(vars(self).get('_optimizer'), name)
 
 
 #: As a function of apex is named.

@@ -5,8 +5,6 @@ All references are weak: a session lives as long as one of its optimizers.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -20,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..casting import fp32_values
 from ..compiler_internals import compiled_module
 from ..engine import Engine
-from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, short, some
+from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, logger, short, some
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
 from ..torch_internals import after_zero_grad, is_traceable_wrapper_subclass
@@ -28,7 +26,6 @@ from .functions import cast_models
 
 #: Of :mod:`.session`, which knows this file.
 Session: TypeAlias = Any
-logger = logging.getLogger('amp_wrapper')
 
 
 def listed(value: Any, kind: type, name: str) -> list[Any]:
@@ -51,9 +48,8 @@ def listed(value: Any, kind: type, name: str) -> list[Any]:
                 remedy = ' The model comes first: amp.initialize(model, optimizer).'
             elif hasattr(item, 'param_groups'):
                 remedy = ' Initialize the optimizer that it is built around, and then build it around that.'
-            problem = f'must be a torch.{word} or a list or tuple of them, but is {type(item).__name__}.'
             label = f'{name}[{index}]' if is_list else name
-            raise AmpConfigError([f'{label}={short(item)} {problem}{remedy}'])
+            raise AmpConfigError([f'{label}={short(item)} must be a torch.{word} or a list or tuple of them.{remedy}'])
     return [compiled_module(item) or item for item in items]
 
 
@@ -120,16 +116,10 @@ class Registry:
                 f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy of an optimizer is. Hand '
                 f'over every optimizer first: amp.initialize(model, optimizer), or amp.initialize([], optimizer) later on.'
             )
-        engines = []
-        for optimizer in given:
-            session = self.session_of(optimizer)
-            if session is not None:
-                session.thread = threading.get_ident()
-                engines.append(session.engine(optimizer))
+        sessions = [(optimizer, self.session_of(optimizer)) for optimizer in given]
+        engines: list[Engine] = [session.engine(optimizer) for optimizer, session in sessions if session is not None]
         if 0 < len(engines) < len(given):
-            raise AmpUsageError(
-                'some of these optimizers were initialised with enabled=False and some not: scale their losses apart.'
-            )
+            raise AmpUsageError('optimizers with enabled=False beside enabled ones: scale their losses apart.')
         return list(dict.fromkeys(engines))
 
     def sessions(self, optimizers: Any = None) -> list[Session]:
@@ -177,13 +167,9 @@ class Registry:
         for index, optimizer in enumerate(optimizers):
             name = type(optimizer).__name__
             if self.session_of(optimizer) is not None or optimizer in optimizers[:index]:
-                raise AmpAttachError(
-                    f'{name} was initialised already: hand over all at once, or a new one, amp.initialize([], optimizer).'
-                )
+                raise AmpAttachError(f'{name} was initialised already: hand over each once, or make a new one.')
             if not masters.isdisjoint(map(id, parameters_of(optimizer))):
-                raise AmpAttachError(
-                    f'{name} was made from FP32 masters: make it from model.parameters(), for amp.initialize([], optimizer).'
-                )
+                raise AmpAttachError(f'{name} was made from FP32 masters: make it from model.parameters().')
 
     # -- gradients that carry a loss scale -------------------------------------------------------------------------------
 
@@ -196,22 +182,15 @@ class Registry:
             looked_at: Weights whose gradients ``torch.autograd.grad`` may take, to be put into ``.grad`` later.
             foreign: Whether to look at what other optimizers step as well.
         """
-        # where no block of its session unscales: other sessions, of which one that another thread uses may have gradients under
-        # way, and parameters of its own models that no optimizer has yet
+        # where no block of its session unscales: other sessions, and parameters of its own models that no optimizer has yet
         found: list[Tensor] = [*self._foreign] if foreign else []
         for session in self._alive():
-            if engine in session.engines:
-                found += session.unheld
-            elif session.thread == threading.get_ident():
-                found += session.weights()
+            found += session.unheld if engine in session.engines else session.weights()
         mine = {id(weight) for each in (engine, *engine.others) for weight in each.weights()} if found else ()
-        before = [
-            (leaf, leaf.grad, leaf.grad is not None and leaf.grad._version) for leaf in found if id(leaf) not in mine
-        ]
+        before = [(p, p.grad, p.grad is not None and p.grad._version) for p in found if id(p) not in mine]
         with ExitStack() as hooks:
-            for weight in looked_at:
-                if weight.requires_grad:
-                    hooks.callback(weight.register_hook(self._note).remove)  # type: ignore[no-untyped-call]
+            for weight in [weight for weight in looked_at if weight.requires_grad]:
+                hooks.callback(weight.register_hook(self._note).remove)  # type: ignore[no-untyped-call]
             yield
         for leaf, grad, version in before:
             if leaf.grad is not None and (leaf.grad is not grad or leaf.grad._version != version):
@@ -235,15 +214,12 @@ class Registry:
         """
         if self._scaled and any(self.carries_scale(engine.weights()) for engine in engines):
             raise AmpUsageError(
-                'gradients that carry a loss scale lie where unscaled ones belong. What torch.autograd.grad(scaled_loss, ...) '
-                'gives goes into .grad inside of the block, or is divided by amp.loss_scale(optimizer). What a loss brings to '
-                'other models is cleared (zero_grad), or they are initialised together: amp.initialize([m0, m1], [o0, o1]).'
+                'gradients that carry a loss scale lie where unscaled ones belong: put those of autograd.grad() into '
+                '.grad in the block; zero_grad() models of other calls, or name all: amp.initialize([m0, m1], [o0, o1]).'
             )
 
     def carries_scale(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """List those whose gradients were noted, and nobody has written to since."""
-        if not self._scaled:
-            return []
         return [p for p in parameters if p.grad is not None and self._scaled.get(p.grad) == p.grad._version]
 
     # -- optimizers that were not initialised ----------------------------------------------------------------------------
@@ -254,14 +230,11 @@ class Registry:
             return
         parameters, name = parameters_of(optimizer), type(optimizer).__name__
         count = len(parameters), len(self._models)
-        scaled = [] if optimizer in self._warned else self.carries_scale(parameters)
+        scaled = self.carries_scale(parameters) if self._scaled and optimizer not in self._warned else []
         if self._checked.get(optimizer) == count and not scaled:
             return
-        pairs = [pair for pair in map(fp32_values.pair_of, parameters) if pair is not None]
-        if not all(pair.is_split for pair in pairs):
-            raise AmpUsageError(
-                f'{name} was not initialised, and steps weights that have masters: first amp.initialize([], optimizer).'
-            )
+        if not all(pair.is_split for _, pair in fp32_values.paired(parameters)):
+            raise AmpUsageError(f'{name} steps weights that have masters: call amp.initialize([], optimizer) first.')
         self._checked[optimizer] = count
         # gradients of what initialised optimizers step are in order; an optimizer around another one shares its parameters
         held, known = set(map(id, (*self.stepped(), *fp32_values.masters()))), self.known()
@@ -273,9 +246,8 @@ class Registry:
         if any(policy is None or policy.verbosity >= 1 for policy in reached) and optimizer not in self._warned:
             self._warned.add(optimizer)
             logger.warning(
-                f'amp: {name}, which was not initialised, steps parameters that a scaled loss reaches: gradients that '
-                f'amp.scale_loss brings to them still carry the loss scale, and an overflow does not skip its steps. Hand it '
-                f'over, by amp.initialize([], optimizer), and name it: amp.scale_loss(loss, [optimizer0, optimizer1]).'
+                f'amp: {name}, which was not initialised, steps parameters that a scaled loss reaches, with its scale. '
+                f'Call amp.initialize([], optimizer), and name it: amp.scale_loss(loss, [optimizer0, optimizer1]).'
             )
 
     _check_step.sees_no_gradient = True  # type: ignore[attr-defined]

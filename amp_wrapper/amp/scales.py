@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ..checkpoint import apex
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, logger
 from .registry import registry
-
-logger = logging.getLogger('amp_wrapper')
 
 
 def state_dict(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -12,35 +11,14 @@ from torch import Tensor
 from ..compiler_internals import eager_block
 from ..engine import Engine, StepResult, receiving, scale
 from ..engine.engine import StepObserver
-from ..engine.unscale import values_of
-from ..errors import AmpUsageError
+from ..engine.gradients import values_of
+from ..errors import AmpUsageError, logger
 from .registry import registry
-
-logger = logging.getLogger('amp_wrapper')
 
 _UNSCALED = 'steps gradients that no amp.scale_loss block brought: call scaled_loss.backward() in such a block.'
 _UNNAMED = 'steps gradients of a block for another optimizer, whose scale sees no overflow of them. Name it too.'
 _FOREIGN = 'got gradients in a block that are not of scaled_loss: call scaled_loss.backward(), not loss.backward().'
 _CLIPPED = 'steps masters, and only gradients of FP32 weights were clipped: clip amp.master_params(optimizer).'
-
-
-class ScaledLoss:
-    """Hook of a scaled loss: sees its backward pass. Scripts keep old losses, so it holds no engine.
-
-    Attributes:
-        is_open: Whether the block goes on.
-        has_run: Whether there was a backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.is_open, self.has_run = True, False
-
-    def __call__(self, gradient: Tensor) -> None:
-        if not self.is_open:
-            raise AmpUsageError(
-                'a backward pass of scaled_loss after the end of its "with amp.scale_loss(...)" block: call it inside.'
-            )
-        self.has_run = True
 
 
 class Watch(StepObserver):
@@ -135,18 +113,24 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
     if not engines:
         yield loss
         return
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        loss = loss.float()
     first, *rest = engines
     result = scale(first, loss, loss_id, rest)
     if all(engine.is_plain for engine in engines):
         yield result
         return
     watches = [(each, engine) for engine in engines for each in engine.observers if isinstance(each, Watch)]
-    is_scaled = result is not loss
-    block = ScaledLoss()
+    is_scaled = not first.scales.is_one
+    is_open, has_run = True, not is_scaled
+
+    # scripts keep old losses, so it holds no engine
+    def note_backward(gradient: Tensor) -> None:
+        nonlocal has_run
+        if not is_open:
+            raise AmpUsageError('a backward pass of scaled_loss after its amp.scale_loss block: call it inside.')
+        has_run = True
+
     if is_scaled and result.requires_grad:
-        result.register_hook(block)  # type: ignore[no-untyped-call]
+        result.register_hook(note_backward)  # type: ignore[no-untyped-call]
     registry.refuse_scaled(engines)
     looked_at = [weight for watch, engine in watches if is_scaled and watch.looks for weight in engine.weights()]
     noting = registry.noting_scaled(first, looked_at, bool(watches)) if is_scaled else nullcontext()
@@ -154,6 +138,6 @@ def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Te
         with receiving(first, loss_id, rest) as came, noting:
             yield result
     finally:
-        block.is_open = False
+        is_open = False
     for watch, engine in watches:
-        watch.see_block(engine, engine in came, block.has_run or not is_scaled)
+        watch.see_block(engine, engine in came, has_run)

@@ -6,7 +6,6 @@ Nothing that outlives a step may hold an engine; hooks in the graph of a loss wo
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,22 +17,15 @@ from torch.optim import Optimizer
 
 from ..casting import hugging_face, region
 from ..casting.sharding import Sharding
-from ..engine import Engine, attach_together, new_scalers, own_methods, take_step
+from ..engine import Engine, attach_together, new_scalers, take_step
 from ..engine.attach import join_models
-from ..engine.host_read import LateRead
-from ..engine.optimizers import check_owners
-from ..engine.own_methods import put_in_front
+from ..engine.flags import LateRead
+from ..engine.optimizers import check_owners, inside, put_in_front
 from ..errors import AmpUsageError
 from ..policy.levels import Policy
 from ..torch_internals import note_step
 from .registry import registry
 from .scaling import Watch, is_capturing
-
-_TWO_PARTS = (
-    '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot '
-    'follow. Write the parts of the step out, each after an amp.scale_loss block of its own, or train at '
-    "opt_level='O0' or with enabled=False. One that holds the optimizer which steps for it as an attribute, as SAM does, works."
-)
 
 
 class Session:
@@ -43,7 +35,6 @@ class Session:
         policy: The configuration; enabled.
         models: Not wrapped. Without any, the optimizers step models of earlier sessions, or parameters that nobody casts.
         optimizers: Not in any session.
-        tells: Whether to warn of gradients that did not come from scaled losses.
         sharding: How the models are sharded first; None for as they are.
 
     Raises:
@@ -51,12 +42,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        tells: bool = True,
-        sharding: Sharding | None = None,
+        self, policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], sharding: Sharding | None
     ) -> None:
         check_owners(optimizers, models, registry.stepped(), registry.known(), policy.casts_model)
         self.policy = policy
@@ -64,8 +50,6 @@ class Session:
         self.engines = [Engine(policy, ref(optimizer), self.scalers) for optimizer in optimizers]
         # infos of steps that nobody waited for
         self._unread: list[tuple[Engine, LateRead]] = []
-        #: The thread that used this session last.
-        self.thread = threading.get_ident()
         # before masters stand in the place of their weights
         theirs = list(registry.models_of(optimizers)) if not models else []
         self.casts = attach_together(self.engines, models, policy, sharding)
@@ -76,10 +60,10 @@ class Session:
         for index, (optimizer, engine) in enumerate(zip(optimizers, self.engines)):
             join_models(engine, theirs)
             engine.label = f'optimizer {index}' if len(optimizers) > 1 else ''
-            if tells and policy.verbosity >= 1 and not engine.is_plain:
+            if policy.verbosity >= 1 and not engine.is_plain:
                 engine.observers.append(Watch(engine))
             # the methods of this one object lead through the engine, and the object holds the session
-            inner = own_methods.inside(optimizer)
+            inner = inside(optimizer)
             for each in (*inner, optimizer):
                 put_in_front(each, 'step', functools.partial(self._step, engine, each is optimizer and bool(inner)))
             put_in_front(optimizer, 'zero_grad', functools.partial(self._zero_grad, engine))
@@ -133,7 +117,11 @@ class Session:
                 result.append(own(*args, **kwargs))
             except Exception as error:
                 if runs_before and (isinstance(error, (AssertionError, TypeError)) or 'closure' in str(error).lower()):
-                    raise AmpUsageError(_TWO_PARTS.format(name=type(optimizer).__name__)) from error
+                    raise AmpUsageError(
+                        f'{type(optimizer).__name__}.step(closure) calls the closure in the middle of a step, where no scale '
+                        f'follows: write its parts out, each after an amp.scale_loss block, or keep to O0. One that holds the '
+                        f'optimizer which steps, as SAM does, works.'
+                    ) from error
                 raise
 
         # optimizers compute in FP32: what is cast for models is not cast here

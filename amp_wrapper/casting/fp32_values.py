@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -142,13 +142,13 @@ def fp32_value(tensor: Tensor) -> Tensor:
     return join(tensor, pair.partner) if pair.is_split else pair.partner.detach()
 
 
-def in_fp32(tensor: Tensor) -> Tensor:
-    """As :func:`fp32_value` of a 16-bit tensor, after :func:`take_up_edits`; any other tensor itself. No host read.
+def in_fp32(tensor: Any) -> Any:
+    """As :func:`fp32_value` of a 16-bit tensor, after :func:`take_up_edits`; anything else itself. No host read.
 
     Raises:
         AmpUsageError: A weight and its master were both written to.
     """
-    if tensor.dtype not in HALF_TYPES:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in HALF_TYPES:
         return tensor
     take_up_edits(tensor)
     return fp32_value(tensor)

@@ -51,7 +51,7 @@ class CastPlan:
         within: The models of which the roots are parts, where they were sharded as wholes.
 
     Attributes:
-        roots: As given.
+        roots, leave: As given.
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
         gathered: The sharded parameters that FSDP2 gathers in 16-bit, with their names. The shards stay what they are.
         rounded: The trainable ones among all parameters that are 16-bit before the cast.
@@ -76,7 +76,7 @@ class CastPlan:
         within: Sequence[nn.Module] = (),
     ) -> None:
         self.roots, self.policy = list(roots), policy
-        self._enter, self._covers, self._leave = enter, covers_forward, leave
+        self._enter, self._covers, self.leave = enter, covers_forward, leave
         self.rounded: dict[str, nn.Parameter] = {}
         for name, root in self.roots:
             self._refuse(name, root)
@@ -123,14 +123,14 @@ class CastPlan:
                     f'torch.jit.trace, and such a module takes no casts. Hand over the Python module and '
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
-        left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
+        left = {id(p) for m in root.modules() if isinstance(m, self.leave) for p in m.parameters()}
         # of sharded ones, check_shards says what they may be
         left |= {id(p) for p in root.parameters() if is_sharded(p)}
         self.rounded.update(checks.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left)))
 
     def _give_roles(self, module: nn.Module, root: nn.Module, is_inside: bool) -> None:
         """Say what becomes of a module and those below it; ``is_inside`` of one that stays FP32."""
-        if module in self._roles or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
+        if module in self._roles or isinstance(module, (*self.leave, torch.jit.ScriptModule)):
             return
         why = self.kept.get(id(module))
         if why is BATCHNORM:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..engine import Engine
 from ..engine.engine import StepObserver
-from ..engine.flags import SKIP, StepResult
-from ..engine.host_read import LateRead
+from ..engine.flags import SKIP, LateRead, StepResult
 from .causes import diagnose
 from .diagnosis import Diagnosis
 from .live import LiveWatch, judge_watched

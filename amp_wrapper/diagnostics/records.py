@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..engine.host_read import LateRead
+from ..engine.flags import LateRead
 from .pages import finite
 
 logger = logging.getLogger('amp_wrapper')

@@ -4,15 +4,12 @@ An engine serves one optimizer and the modules it trains. It knows no framework:
 it.
 """
 
-from .attach import attach as attach
-from .attach import attach_together as attach_together
-from .attach import detach as detach
-from .engine import Engine as Engine
-from .flags import StepResult as StepResult
-from .loss_scale import new_scalers as new_scalers
-from .passes import backward as backward
-from .passes import before_forward as before_forward
-from .passes import forward_context as forward_context
-from .passes import receiving as receiving
-from .passes import scale as scale
-from .step import take_step as take_step
+from .attach import attach, attach_together, detach
+from .engine import Engine
+from .flags import StepResult
+from .loss_scale import new_scalers
+from .passes import backward, before_forward, forward_context, receiving, scale
+from .step import refuse_direct_steps, take_step
+
+__all__ = ['Engine', 'StepResult', 'attach', 'attach_together', 'backward', 'before_forward', 'detach']
+__all__ += ['forward_context', 'new_scalers', 'receiving', 'refuse_direct_steps', 'scale', 'take_step']

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,20 +13,18 @@ from ..casting import cast_module, checks, roots
 from ..casting.modules import module_device
 from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
-from ..errors import AmpUsageError
+from ..errors import AmpUsageError, logger
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages
 from .before_calls import before_calls
 from .buffer_snapshot import BufferSnapshot
-from .ddp import Ddp
-from .engine import Engine, Stage
+from .ddp import Ddp, check_before_cast
+from .engine import Engine
+from .flags import Flags
 from .optimizers import check_owners
 from .state import restore_accumulation
-
-#: Integrations decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 def attach(
@@ -38,13 +35,13 @@ def attach(
     foreign: Iterable[Tensor] = (),
     enter: EnterObject | None = None,
 ) -> None:
-    """Cast a model for one engine, make masters and take them into the optimizer. Does nothing when attached already.
+    """Cast a model for one engine, make masters and take them into the optimizer.
 
     The weights must be FP32 and final: initialised or loaded. With an optimizer that owns only some of the trainable
     parameters (one wrapper of several), only modules whose every parameter it owns are cast.
 
     Args:
-        engine: Of the optimizer.
+        engine: Of the optimizer; not attached.
         model: The model, wrapped in DDP (every rank calls this then) or not; None where only gradients are scaled (O0, O1, O4).
         leave: Module classes to leave alone.
         average: Classes of averaged models, which stay FP32.
@@ -59,34 +56,27 @@ def attach(
         AmpUsageError: No model, where the level casts it.
     """
     policy, optimizer = engine.policy, engine.optimizer
-    if engine.attached:
-        return
-    if not policy.enabled:
-        engine.stage = Stage.READY
-        return
-    if model is None:
-        if policy.casts_model:
-            raise AmpUsageError(
-                f'{policy.opt_level} casts the model, and has no model yet: run it in optim_wrapper.optim_context(model).'
-            )
+    if model is None and policy.casts_model:
+        raise AmpUsageError(f'{policy.opt_level} casts the model, and has none: enter optim_context(model) first.')
+    if model is None or not policy.enabled:
         _begin(engine, [])
     else:
         inner = roots.unwrap(model)
         distributed_internals.reshard(inner)
-        engine.names = names_of([inner])
-        engine.ddp = Ddp([model], engine.names, policy.verbosity >= 1)
         if policy.casts_model:
-            engine.ddp.check(inner)
+            check_before_cast(model, inner)
         foreign = list(foreign)
         if optimizer is not None:
             theirs = [weight for other in engine.others for weight in other.weights()]
             check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
-        named = roots.find_roots(inner, optimizer, foreign, _cast_by_others(engine))
+        # at O0 inputs and outputs are cast
+        plans = [e.casts for e in engine.others if e.casts is not None and e.policy.cast_model_type is not None]
+        done = {id(module) for plan in plans for _, root in plan.roots for module in root.modules()}
+        named = roots.find_roots(inner, optimizer, foreign, done)
         plan = engine.casts = CastPlan(named, policy, leave, average, enter, within=[inner])
-        _carry_out([engine], plan, [inner], leave)
-        dtype = policy.cast_model_type
-        for name in plan.parameters if policy.verbosity >= 2 and dtype is not None else ():
-            logger.info(f'amp: {name} is {dtype and dtype_name(dtype)} now')
+        _carry_out([engine], plan, [model])
+        for name, weight in plan.parameters.items() if policy.verbosity >= 2 and policy.casts_model else ():
+            logger.info(f'amp: {name} is {dtype_name(weight.dtype)} now')
     pending, engine.pending = engine.pending, None
     if pending is not None and pending.window is not None:
         restore_accumulation(engine, pending.window)
@@ -116,32 +106,28 @@ def attach_together(
         roots.unwrap(model)
         distributed_internals.reshard(model)
         if policy.casts_model:
-            Ddp().check(model)
+            check_before_cast(model, model)
     for engine in engines:
         engine.names = names_of(models)
         engine.join(other for other in engines if other is not engine)
     if sharding is not None:
         shard(models, policy, sharding, [engine.optimizer for engine in engines if engine.optimizer is not None])
-    for engine in engines:
-        engine.names = names_of(models)
-        engine.ddp = Ddp(models, engine.names, policy.verbosity >= 1)
     plan = CastPlan(named_roots(models), policy, covers_forward=True)
     _carry_out(engines, plan, models)
     return plan
 
 
-def _carry_out(
-    engines: Sequence[Engine], plan: CastPlan, models: Sequence[nn.Module], leave: tuple[type, ...] = ()
-) -> None:
+def _carry_out(engines: Sequence[Engine], plan: CastPlan, models: Sequence[nn.Module]) -> None:
     """Cast models by a plan, and let engines take hold of them: masters, buffers, DDP.
 
     Args:
         engines: All that step something of the models.
         plan: What is cast.
-        models: Not wrapped.
-        leave: Module classes to leave alone.
+        models: Wrapped in DDP or not.
     """
+    inner = list(map(roots.unwrap, models))
     for engine in engines:
+        engine.names = names_of(inner)
         if engine.optimizer is not None and engine.policy.master_weights:
             # from the weights before they are rounded
             engine.use_params(plan.parameters)
@@ -150,9 +136,9 @@ def _carry_out(
     for engine in engines:
         engine.kept = plan.kept
         _take_cast(engine, plan)
-        _listen(engine, models, leave)
+        _listen(engine, inner, plan.leave)
+        engine.ddp = Ddp(engine.params, models, engine.names, engine.policy.verbosity >= 1)
         engine.ddp.rebuild([*plan.parameters.values(), *plan.raised])
-        engine.ddp.watch()
         engine.shard_groups = distributed_internals.shard_groups(models)
         _begin(engine, models)
     checks.warn(plan.rounded, plan.momentum, plan.policy)
@@ -198,16 +184,9 @@ def _begin(engine: Engine, models: Sequence[nn.Module]) -> None:
     parameters = engine.params.parameters()
     device = module_device(models[0]) if models else torch.device('cpu')
     engine.device = parameters[0].device if parameters else device
-    engine.flags.to(engine.device)
+    engine.flags = Flags(engine.policy.num_losses, engine.device)
     engine.scales.to(engine.device)
-    engine.stage = Stage.READY
-
-
-def _cast_by_others(engine: Engine) -> set[int]:
-    """The modules that other engines have cast, by id."""
-    # at O0 inputs and outputs are cast
-    plans = [each.casts for each in engine.others if each.casts is not None and each.policy.cast_model_type is not None]
-    return {id(module) for plan in plans for _, root in plan.roots for module in root.modules()}
+    engine.attached = True
 
 
 def _take_cast(engine: Engine, plan: CastPlan) -> None:
@@ -253,8 +232,7 @@ def _listen(engine: Engine, models: Sequence[nn.Module], leave: tuple[type, ...]
 
 def named_roots(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """(what comes before the names in it, model), for messages and files."""
-    several = len(models) > 1
-    return [(f'models[{index}]' if several else '', model) for index, model in enumerate(models)]
+    return [(f'models[{index}]' if len(models) > 1 else '', model) for index, model in enumerate(models)]
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[int, str]:

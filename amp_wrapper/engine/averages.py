@@ -42,10 +42,7 @@ class Fp32View:
     def state_dict(self) -> dict[str, Tensor]:
         """Return that of the model in FP32. No host read."""
         # keep_vars: the plain variables, without the warning that saving gives
-        return {
-            name: in_fp32(value) if isinstance(value, Tensor) else value
-            for name, value in self._model.state_dict(keep_vars=True).items()
-        }
+        return dict(self._read(self._model.state_dict(keep_vars=True).items))
 
 
 def _reads_a_model(method: Callable[..., Any]) -> Callable[..., Any]:

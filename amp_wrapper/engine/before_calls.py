@@ -9,7 +9,6 @@ called: torch shares graphs between models of one class, and nobody sees which g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from weakref import WeakSet
 
@@ -50,7 +49,7 @@ class BeforeCalls:
     @constant_when_traced
     def is_traced(self) -> bool:
         """The call is becoming part of a graph."""
-        _listen()
+        before_compiled_calls(_before_graphs)
         self.before_graph()
         return True
 
@@ -83,11 +82,6 @@ class BeforeCalls:
 
 
 _all: WeakSet[BeforeCalls] = WeakSet()
-
-
-@functools.cache
-def _listen() -> None:
-    before_compiled_calls(_before_graphs)
 
 
 @untraced

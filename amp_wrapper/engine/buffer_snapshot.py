@@ -40,9 +40,8 @@ class BufferSnapshot:
         self._seen: list[Tensor | None] = []
         self._shapes: list[torch.Size | None] = []
         self._tensors: dict[str, Tensor] = {}
-        # large buffers and their versions when the last copies were made, those that have ever changed, and that are copied
-        self._large: dict[str, tuple[Tensor, int]] = {}
-        self._moved: set[str] = set()
+        # large buffers and their versions when they were seen first, and those that are copied
+        self._first: dict[str, tuple[Tensor, int]] = {}
         self._copied: set[str] = set()
         # by device, type, and whether they are statistics of norms
         self._groups: dict[tuple[Any, ...], _Group] = {}
@@ -78,8 +77,12 @@ class BufferSnapshot:
         is_new = self._look()
         copied = {name for name, tensor in self._tensors.items() if tensor.nbytes > LARGE and self._may_change(name)}
         if is_new or copied != self._copied:
-            self._copied = copied
-            self._group()
+            self._copied, known = copied, self._groups
+            kinds: defaultdict[tuple[Any, ...], dict[str, Tensor]] = defaultdict(dict)
+            for name, tensor in self._tensors.items():
+                if name in copied or tensor.nbytes <= LARGE:
+                    kinds[tensor.device, tensor.dtype, name in self._of_norms][name] = tensor
+            self._groups = {key: _Group.of(kind, key, known.get(key)) for key, kind in kinds.items()}
         for group in self._groups.values():
             group.copy()
         for name, copy in self._copies().items() if self._loaded else ():
@@ -99,23 +102,9 @@ class BufferSnapshot:
 
     def _may_change(self, name: str) -> bool:
         """Look at a large buffer, once a step: whether it is new, or has ever changed."""
-        tensor, before = self._tensors[name], self._large.get(name)
-        self._large[name] = tensor, tensor._version
-        if before is not None and (before[0] is not tensor or before[1] != tensor._version):
-            self._moved.add(name)
-        return before is None or name in self._moved
-
-    def _group(self) -> None:
-        kinds: defaultdict[tuple[Any, ...], dict[str, Tensor]] = defaultdict(dict)
-        for name, tensor in self._tensors.items():
-            if name in self._copied or tensor.nbytes <= LARGE:
-                kinds[tensor.device, tensor.dtype, name in self._of_norms][name] = tensor
-        known, self._groups = self._groups, {}
-        for key, kind in kinds.items():
-            shapes = {name: tensor.shape for name, tensor in kind.items()}
-            is_known = key in known and known[key].shapes == shapes
-            self._groups[key] = known[key] if is_known else _Group(shapes, *key)
-            self._groups[key].bind(kind)
+        tensor, is_new = self._tensors[name], name not in self._first
+        first, version = self._first.setdefault(name, (tensor, tensor._version))
+        return is_new or first is not tensor or version != tensor._version
 
     def settle(self, flag: Tensor | None) -> None:
         """End the step, taken or skipped. No host read.
@@ -141,8 +130,8 @@ class BufferSnapshot:
         names, copies = self._names.get(module, {}), self._copies()
         for key in keys:
             name, tensor = names.get(key, ''), module._buffers[key]
-            if tensor is not None and name in self._large:
-                self._large[name] = tensor, tensor._version
+            # it is new
+            self._first.pop(name, None)
             if tensor is not None and name in copies and copies[name].shape == tensor.shape:
                 copies[name].copy_(tensor)
 
@@ -177,10 +166,17 @@ class _Group:
         self.shapes, self._is_norm = shapes, is_norm
         self._has_nan = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
         # in one order: what they were, and room for what they have become
-        self._before, self._now = torch.zeros(
-            2, sum(map(torch.Size.numel, shapes.values())), dtype=dtype, device=device
-        )
+        size = sum(map(torch.Size.numel, shapes.values()))
+        self._before, self._now = torch.zeros(2, size, dtype=dtype, device=device)
         self.copies, self._parts = self._by_name(self._before), self._by_name(self._now)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], key: tuple[Any, ...], known: _Group | None) -> _Group:
+        """A group of these buffers: the known one, whose memory stays where it is, if they have its shapes."""
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        group = known if known is not None and known.shapes == shapes else cls(shapes, *key)
+        group.bind(tensors)
+        return group
 
     def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
         parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])

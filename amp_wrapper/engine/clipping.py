@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 from .. import ops, shards
 from ..errors import AmpConfigError, nearest
 from ..policy.options import is_number
 
-_CLIP_KEYS = {
-    'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'),
-    'value': ('clip_value', 'foreach'),
-}
+_CLIP_KEYS = {'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'), 'value': ('clip_value', 'foreach')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +88,40 @@ class GradientClip:
         return is_on_host and (self.kind == 'value' or self.norm_type in (2.0, math.inf))
 
     @property
-    def fits_prologue(self) -> bool:
-        """Whether a fused step can clip so, which raises no error."""
-        return self.is_simple and not self.raises_on_nonfinite
-
-    @property
-    def not_in_prologue(self) -> str:
-        """The error text where :attr:`fits_prologue` has to hold and does not."""
+    def not_fused(self) -> str:
+        """What to say where a fused step, which raises no error, has to clip so and cannot; '' where it can."""
+        if self.is_simple and not self.raises_on_nonfinite:
+            return ''
         return (
-            f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split', whose gradients are clipped while they "
-            "are used: by value, or by norm_type=2 or 'inf' with a number as limit and without error_if_nonfinite. Write one "
-            'of these, or master_weights=True.'
+            f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split': write master_weights=True, or clip by "
+            "value, or by norm_type=2 or 'inf' with a number as limit and without error_if_nonfinite."
         )
 
-    def prologue(self) -> dict[str, float]:
+    def power(self, gradients: Sequence[Tensor | None], replicas: Sequence[int], found_inf: Tensor | None) -> Tensor:
+        """This rank's part of the norm of gradients that are sharded, and whether it is finite, in one pass.
+
+        The ranks' numbers are combined by their sum, or by the largest where :attr:`norm_type` is infinite.
+
+        Args:
+            gradients: As they are, this rank's part of which counts; dense, not changed. None for none.
+            replicas: Of each: on how many ranks its elements lie.
+            found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
+
+        Returns:
+            float64 tensor of one element on the device: the square of the norm, or the greatest magnitude.
+        """
+        there = [(gradient, count) for gradient, count in zip(gradients, replicas) if gradient is not None]
+        total = torch.zeros(1, dtype=torch.float64, device=there[0][0].device if there else None)
+        for count in sorted({count for _, count in there}):
+            norm = self.norm(shards.local([grad for grad, number in there if number == count]), found_inf).double()
+            total = torch.maximum(total, norm) if self.norm_type == math.inf else total + norm.square() / count
+        return total
+
+    def norm_of(self, power: Tensor) -> Tensor:
+        """The norm, a float32 scalar, from what the :meth:`power` of all ranks came to."""
+        return (power if self.norm_type == math.inf else power.sqrt()).float()
+
+    def step_arguments(self) -> dict[str, float]:
         """Return the keyword arguments of :func:`~amp_wrapper.ops.fused_adam` that clip."""
         name = _CLIP_KEYS[self.kind][0]
         return {name: float(self.arguments[name])}
@@ -122,6 +139,7 @@ class GradientClip:
         norm = ops.multi_tensor_maxnorm if self.norm_type == math.inf else ops.multi_tensor_l2norm
         return norm(gradients, None, found_inf)
 
+    @torch.no_grad()
     def apply(self, parameters: Sequence[Tensor], norm: Tensor | None = None) -> Tensor | None:
         """Clip the gradients of ``parameters`` in place. Collective where they are sharded and ``norm`` is not given.
 
@@ -135,50 +153,15 @@ class GradientClip:
         chosen = [p for p in parameters if p.requires_grad and p.grad is not None]
         if not chosen:
             return None
-        if self.kind == 'value':
-            if shards.any_sharded(chosen):
-                limit = float(self.arguments['clip_value'])
-                for gradient in shards.local([p.grad for p in chosen if p.grad is not None]):
-                    gradient.clamp_(-limit, limit)
-            else:
-                clip_grad_value_(chosen, **self.arguments)
+        if self.kind == 'norm' and norm is None:
+            return shards.whole(clip_grad_norm_(chosen, **self.arguments))
+        gradients = shards.local([parameter.grad for parameter in chosen if parameter.grad is not None])
+        if norm is None:
+            limit = float(self.arguments['clip_value'])
+            torch._foreach_clamp_min_(gradients, -limit)
+            torch._foreach_clamp_max_(gradients, limit)
             return None
-        if norm is not None:
-            # the coefficient of torch's clip_grad_norm_
-            coefficient = (self.arguments['max_norm'] / (norm + 1e-6)).clamp(max=1.0)
-            gradients = shards.local([parameter.grad for parameter in chosen if parameter.grad is not None])
-            ops.multi_tensor_scale(gradients, gradients, coefficient.float())
-            return norm
-        total: Tensor = clip_grad_norm_(chosen, **self.arguments)
-        return shards.whole(total)
-
-
-class ShardNorm:
-    """This rank's part of the norm of gradients that are sharded, and whether it is finite, in one pass.
-
-    Args:
-        clip: Says which norm: the Euclidean or the greatest magnitude.
-        gradients: Those of this rank, as they are; dense, not changed.
-        replicas: Of each: on how many ranks its elements lie.
-        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
-
-    Attributes:
-        is_greatest: Whether the ranks' numbers are combined by the largest, and not by their sum.
-        power: float64 scalar: the square of the norm, or the greatest magnitude.
-    """
-
-    def __init__(
-        self, clip: GradientClip, gradients: Sequence[Tensor], replicas: Sequence[int], found_inf: Tensor | None
-    ) -> None:
-        self.is_greatest = clip.norm_type != 2.0
-        powers = []
-        for count in sorted(set(replicas)):
-            chosen = [gradient for gradient, number in zip(gradients, replicas) if number == count]
-            norm = clip.norm(chosen, found_inf).double()
-            powers.append(norm if self.is_greatest else norm.square() / count)
-        both = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64)
-        self.power = both.max() if self.is_greatest else both.sum()
-
-    def of_all(self, power: Tensor) -> Tensor:
-        """The norm, a float32 scalar, from what all ranks' numbers came to."""
-        return (power if self.is_greatest else power.sqrt()).float()
+        # the coefficient of torch's clip_grad_norm_
+        coefficient = (self.arguments['max_norm'] / (norm + 1e-6)).clamp(max=1.0)
+        ops.multi_tensor_scale(gradients, gradients, coefficient.float())
+        return norm

@@ -7,7 +7,6 @@ DDP has to build its reducer once more.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 from weakref import ReferenceType, ref
@@ -18,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import distributed_internals as internals
+from ..casting.masters import Masters
 from ..compiler_internals import constant_when_traced, never_compiled
-from ..errors import AmpAttachError, AmpUsageError, some
+from ..errors import AmpAttachError, AmpUsageError, logger, some
 from ..shards import is_sharded
-
-#: Integrations decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 class Notice:
@@ -77,9 +74,8 @@ class Notice:
 class Ddp:
     """The DDPs that average the gradients of one optimizer.
 
-    Its methods are given ``weights``, which returns the model's parameters that the optimizer steps, not their masters.
-
     Args:
+        params: What the optimizer steps, and the weights of the model.
         models: Wrapped in DDP, holding DDPs, or neither.
         names: The names of the models' parameters, by id, for messages.
         speaks: Whether to warn of parameters that no DDP averages.
@@ -88,42 +84,15 @@ class Ddp:
         ddps: The DDPs that are known so far, of this optimizer or of others.
     """
 
-    def __init__(
-        self, models: Iterable[nn.Module] = (), names: Mapping[int, str] | None = None, speaks: bool = True
-    ) -> None:
-        self._models, self._names, self._speaks = list(models), names or {}, speaks
-        self.ddps = [module for model in self._models for module in model.modules() if _is_ddp(module)]
-        self._notices: list[Notice] = []
+    def __init__(self, params: Masters, models: Sequence[nn.Module], names: Mapping[int, str], speaks: bool) -> None:
+        self._params, self._names, self._speaks = params, names, speaks
+        self.ddps = _ddps_in(models)
+        # of calls of these DDPs, and of those that will be put around the models, which are found at the DDPs then
+        self._notices = [_notice_of(module) for module in (*self.ddps, *models)]
         # the DDPs that average what the optimizer steps, with their parameters, and what was looked at to find them
         self._averaging: dict[DistributedDataParallel, list[nn.Parameter]] = {}
         self._seen: tuple[int, list[int]] = (0, [])
         self._unaveraged: list[str] = []
-
-    # -- attaching ---------------------------------------------------------------------------------------------------
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse, before a model is cast, what would stop averaging its gradients then.
-
-        Args:
-            model: Not wrapped.
-
-        Raises:
-            AmpAttachError: A DDP with mixed precision of its own, or with delayed reductions; one around the model that was
-                not handed over, where there are several ranks.
-        """
-        if any(map(internals.cannot_be_rebuilt, self.ddps)):
-            raise AmpAttachError(
-                'a DDP that casts the model itself (mixed_precision), or delays reductions, cannot be cast: use O0, O1 or O4.'
-            )
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
-        for name, parameter in trained[:1] if has_several_processes() and not self.ddps else ():
-            _accumulation(parameter).metadata['amp_wrapper'] = True
-            # torch makes a new one where nobody holds the old one
-            if _accumulation(parameter).metadata.pop('amp_wrapper', False):
-                raise AmpAttachError(
-                    f'something listens to the gradient of {name}, such as a DistributedDataParallel, and would stop '
-                    f'averaging after the cast: hand over the wrapped model, optim_context(ddp) and not its .module.'
-                )
 
     def rebuild(self, changed: Iterable[Tensor]) -> None:
         """Rebuild the reducer of every DDP around a parameter whose type has changed. Collective: each rank calls it.
@@ -136,86 +105,60 @@ class Ddp:
             if not ids.isdisjoint(map(id, ddp.module.parameters())):
                 _rebuild(ddp)
 
-    def watch(self) -> None:
-        """Note the forward calls of the DDPs that are in the models, or that will be put around them."""
-        # those of DDPs are found at the DDPs
-        self._notices = [_notice_of(module) for module in (*self.ddps, *self._models)]
-
-    # -- before a forward call ---------------------------------------------------------------------------------------
-
-    def follow(
-        self,
-        model: nn.Module,
-        weights: Callable[[], Sequence[Tensor]],
-        waiting: Callable[[frozenset[int]], bool],
-        is_plain: bool,
-    ) -> None:
+    def follow(self, model: nn.Module, waiting: Callable[[frozenset[int]], bool], is_plain: bool) -> None:
         """Let every DDP listen to the parameters that are trainable now. Collective: each rank calls it.
 
         Parameters that a DDP has never seen start from the values of its first rank, as in its constructor.
 
         Args:
             model: What is about to run; perhaps a DDP that was put around the model after it was attached.
-            weights: Returns what the optimizer steps.
             waiting: Returns whether any of these parameters, by id, has a gradient that waits for a step.
             is_plain: Whether ranks may take another number of steps: there is neither a scale nor a master.
 
         Raises:
             AmpUsageError: A change in the middle of an accumulation; ``DistributedDataParallel.join``.
         """
-        self._add([model])
-        for ddp, parameters in self._find(weights).items():
+        for ddp, parameters in self._find(model).items():
             if internals.joins(ddp) and not is_plain:
-                raise AmpUsageError(
-                    'DistributedDataParallel.join(): ranks with other numbers of steps need O0, for they share a loss scale.'
-                )
+                raise AmpUsageError('DistributedDataParallel.join(): ranks with one loss scale step together: use O0.')
             now, known, allows_unused = _trainable(parameters), _notice_of(ddp).listened, ddp.find_unused_parameters
             # frozen ones count as unused; with all of them frozen there is no backward pass to wait for
             if not now or now == known or (allows_unused and now < known) or internals.cannot_be_rebuilt(ddp):
                 continue
             # a new reducer does not know what was used under no_sync
             if waiting(known | now if allows_unused else known - now):
-                raise AmpUsageError(
-                    'requires_grad changed in the middle of an accumulation, which DDP cannot follow: change it between steps.'
-                )
+                raise AmpUsageError('requires_grad changed in the middle of an accumulation: change it between steps.')
             seen = set(map(id, internals.ddp_parameters(ddp)))
-            for parameter in parameters:
-                if id(parameter) not in seen:
-                    dist.broadcast(parameter.detach(), dist.get_global_rank(ddp.process_group, 0), ddp.process_group)
+            for parameter in [parameter for parameter in parameters if id(parameter) not in seen]:
+                dist.broadcast(parameter.detach(), dist.get_global_rank(ddp.process_group, 0), ddp.process_group)
             _rebuild(ddp)
 
-    # -- backward pass and step --------------------------------------------------------------------------------------
-
-    def averages(self, weights: Callable[[], Sequence[Tensor]]) -> bool:
+    def averages(self) -> bool:
         """Return whether the coming backward pass averages gradients over the ranks, in part at least; True without DDP."""
-        found = self._find(weights)
+        found = self._find()
         for ddp in found:
             _notice_of(ddp).backward_has_begun = True
         return not found or any(map(_averages, found))
 
-    def is_local(self, weights: Callable[[], Sequence[Tensor]]) -> bool:
+    def is_local(self) -> bool:
         """Return whether the last forward call of any of the DDPs was under ``no_sync``."""
-        return not all(map(_averages, self._find(weights)))
+        return not all(map(_averages, self._find()))
 
-    def groups(self, weights: Callable[[], Sequence[Tensor]]) -> list[dist.ProcessGroup]:
+    def groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of several ranks that take one decision at each step: those of the DDPs, each once."""
-        groups = dict.fromkeys(ddp.process_group for ddp in self._find(weights))
+        groups = dict.fromkeys(ddp.process_group for ddp in self._find())
         return [group for group in groups if group.size() > 1]
 
-    def same_everywhere(self, weights: Callable[[], Sequence[Tensor]]) -> bool:
+    def same_everywhere(self) -> bool:
         """Return whether every rank has the same gradients now: plain averages, all of them. False without DDP."""
-        plain = not self.is_local(weights) and not self._unaveraged
-        return plain and len(self.groups(weights)) == 1 and not any(map(internals.comm_hooks, self._averaging))
+        plain = not self.is_local() and not self._unaveraged
+        return plain and len(self.groups()) == 1 and not any(map(internals.comm_hooks, self._averaging))
 
-    # -- which DDPs --------------------------------------------------------------------------------------------------
-
-    def _add(self, modules: Iterable[nn.Module | None]) -> None:
-        self.ddps += [module for module in dict.fromkeys(modules) if _is_ddp(module) and module not in self.ddps]
-
-    def _find(self, weights: Callable[[], Sequence[Tensor]]) -> dict[DistributedDataParallel, list[nn.Parameter]]:
+    def _find(self, model: nn.Module | None = None) -> dict[DistributedDataParallel, list[nn.Parameter]]:
         """Find the DDPs that average what the optimizer steps, with their parameters, trainable or not."""
-        self._add(notice.ddp() for notice in self._notices if notice.ddp is not None)
-        stepped = weights() if self.ddps else []
+        known = [model, *(notice.ddp() for notice in self._notices if notice.ddp is not None)]
+        self.ddps += [module for module in dict.fromkeys(known) if _is_ddp(module) and module not in self.ddps]
+        stepped = self._params.weights() if self.ddps else []
         seen = len(self.ddps), list(map(id, stepped))
         if seen == self._seen:
             return self._averaging
@@ -237,6 +180,10 @@ class Ddp:
 def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:
     # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
     return isinstance(module, DistributedDataParallel) and 'reducer' in vars(module)
+
+
+def _ddps_in(models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+    return [module for model in models for module in model.modules() if _is_ddp(module)]
 
 
 def _notice_of(module: nn.Module) -> Notice:
@@ -275,9 +222,8 @@ def _rebuild(ddp: DistributedDataParallel) -> None:
     if trainable:
         internals.renew_reducer(ddp)
     notice.listened = trainable
-    if notice.averages:
-        # the new reducer knows of no forward call
-        notice.averages = False
+    # the new reducer knows of no forward call
+    notice.averages = None if notice.averages is None else False
 
 
 def has_several_processes() -> bool:
@@ -285,9 +231,33 @@ def has_several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def check_before_cast(model: nn.Module, inner: nn.Module) -> None:
+    """Refuse, before a model is cast, what would stop averaging its gradients then.
+
+    Args:
+        model: As it was handed over.
+        inner: Without wrappers around it.
+
+    Raises:
+        AmpAttachError: A DDP with mixed precision of its own, or with delayed reductions; one around the model that was not
+            handed over, where there are several ranks.
+    """
+    ddps = _ddps_in([model])
+    if any(map(internals.cannot_be_rebuilt, ddps)):
+        raise AmpAttachError('a DDP with mixed_precision or delayed reductions cannot be cast: use O0, O1 or O4.')
+    trained = [(name, p) for name, p in inner.named_parameters() if p.requires_grad and not is_sharded(p)]
+    for name, parameter in trained[:1] if has_several_processes() and not ddps else ():
+        _accumulation(parameter).metadata['amp_wrapper'] = True
+        # torch makes a new one where nobody holds the old one
+        if _accumulation(parameter).metadata.pop('amp_wrapper', False):
+            raise AmpAttachError(
+                f'something listens to the gradient of {name}, such as a DistributedDataParallel, and would stop '
+                f'averaging after the cast: hand over the wrapped model, optim_context(ddp) and not its .module.'
+            )
+
+
 def _accumulation(parameter: Tensor) -> Any:
-    function: Any = parameter.view_as(parameter).grad_fn
-    return function.next_functions[0][0]
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def check_foreign_wrapper(model: nn.Module) -> None:
@@ -301,8 +271,7 @@ def check_foreign_wrapper(model: nn.Module) -> None:
     Raises:
         AmpAttachError: Several ranks, no DDP inside, and no such attribute.
     """
-    is_known = getattr(model, 'survives_cast', False) or Ddp([model]).ddps
-    if has_several_processes() and not is_known:
+    if has_several_processes() and not (getattr(model, 'survives_cast', False) or _ddps_in([model])):
         raise AmpAttachError(
             f'{type(model).__name__} is no DistributedDataParallel, and may stop averaging gradients after the cast: derive it '
             f'from MMDistributedDataParallel, set survives_cast = True on it if it hooks on parameters, or use O1.'

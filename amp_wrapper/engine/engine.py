@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from weakref import ReferenceType
 
 import torch
@@ -19,23 +20,18 @@ from ..casting.masters import Masters
 from ..checkpoint.format import SavedAmp
 from ..compiler_internals import untraced
 from ..distributed_internals import hold_back
-from ..errors import AmpAttachError, AmpUsageError
+from ..errors import AmpAttachError, AmpUsageError, some
 from ..policy import Policy
-from . import optimizers, unscale
 from .buffer_snapshot import BufferSnapshot
-from .clipping import ShardNorm
+from .clipping import GradientClip
 from .ddp import Ddp
 from .flags import Flags, SkipMonitor, StepResult
-from .gradients import Gradients
+from .gradients import Gradients, have_any, values_of
 from .loss_scale import LossScaler, LossScales
+from .optimizers import check_optimizer
 
-
-class Stage(enum.Enum):
-    """Where an engine stands between two optimizer steps."""
-
-    DETACHED = 'not attached to a model'
-    READY = 'attached, no gradients'
-    ACCUMULATING = 'gradients of one or more backward passes'
+#: An optimizer, one that somebody else keeps alive, or none, for inference.
+Held: TypeAlias = Optimizer | ReferenceType[Optimizer] | None
 
 
 class StepObserver:
@@ -87,7 +83,9 @@ class Engine:
         AmpAttachError: An optimizer that cannot be wrapped.
 
     Attributes:
-        policy, stage: As given; where it stands between two optimizer steps.
+        policy: As given.
+        attached: Whether a model was attached, or none is needed.
+        is_accumulating: Whether gradients have come since the last step.
         params: What the optimizer steps, and what the model computes with.
         scales: The loss scales.
         flags, monitor: What was non-finite since the last step; what the host knows of skipped steps.
@@ -104,44 +102,34 @@ class Engine:
         pairs_checked: How many pairs of weight and master there were in the process when a step last looked for late ones.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        optimizer: Optimizer | ReferenceType[Optimizer] | None,
-        scalers: Sequence[LossScaler] | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, optimizer: Held, scalers: Sequence[LossScaler] | None = None) -> None:
         self.policy = policy
-        self.stage = Stage.DETACHED
         self.label = ''
         self.observers: list[StepObserver] = []
         self.device = torch.device('cpu')
         self.names: dict[int, str] = {}
         self.others: tuple[Engine, ...] = ()
         self.scales = LossScales(policy, scalers)
-        self.flags = Flags(policy.num_losses)
-        self.monitor = SkipMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
+        self.flags = Flags(policy.num_losses, self.device)
+        self.monitor = SkipMonitor(policy, self.scales.describe)
         self.kept: Mapping[int, kept.Kept] = {}
         self.pending: SavedAmp | None = None
         self.in_own_step = False
         self.pairs_checked = -1
         # no method of its own, which would be a cycle
-        self._find_optimizer = (
-            optimizer if isinstance(optimizer, ReferenceType) else functools.partial(_same, optimizer)
-        )
+        self._find = optimizer if isinstance(optimizer, ReferenceType) else functools.partial(_same, optimizer)
         self.reset()
         if policy.enabled and self.optimizer is not None:
-            optimizers.check_optimizer(self.optimizer)
-            if policy.split_masters:
-                optimizers.check_steps_split(self.optimizer)
+            check_optimizer(self.optimizer, policy.split_masters)
 
     def reset(self) -> None:
         """Let go of the model."""
         self.use_params()
-        self.ddp = Ddp()
+        self.ddp = Ddp(self.params, [], {}, False)
         self.shard_groups: list[Any] = []
         self.snapshots: tuple[BufferSnapshot, ...] = ()
         self.casts: plan.CastPlan | None = None
-        self.stage = Stage.DETACHED
+        self.attached = self.is_accumulating = False
 
     def use_params(self, weights: Mapping[str, nn.Parameter] | None = None) -> None:
         """Step the optimizer's parameters from now on; no gradient waits.
@@ -149,13 +137,10 @@ class Engine:
         Args:
             weights: Those that get FP32 values, by name, while they are unrounded; None for no FP32 values.
         """
-        kind: Literal['none', 'split', 'whole'] = 'split' if self.policy.split_masters else 'whole'
-        kind = 'none' if weights is None else kind
-        self.params = Masters(self._find_optimizer, weights, kind, self.policy.cast_model_type)
-        self._use_gradients()
-
-    def _use_gradients(self) -> None:
         policy = self.policy
+        kind: Literal['none', 'split', 'whole'] = 'split' if policy.split_masters else 'whole'
+        kind = 'none' if weights is None else kind
+        self.params = Masters(self._find, weights, kind, policy.cast_model_type)
         sums = policy.accumulate_in_fp32 and policy.casts_model
         several = policy.num_losses > 1 or self.scales.are_shared
         self.gradients = Gradients(self.params, bool(self.others) or (policy.enabled and (sums or several)))
@@ -171,27 +156,30 @@ class Engine:
         """
         others = tuple(others)
         if others and self.policy.split_masters:
+            raise AmpAttachError("master_weights='split' beside other optimizers would round gradients: write True.")
+        stepped: list[nn.Parameter] = []
+        for each in (self, *others):
+            # torch takes an optimizer that has a parameter twice, and warns
+            stepped += dict.fromkeys(each.weights()) if each.is_plain else each.weights()
+        twice = [self.name(weight) for weight, count in Counter(stepped).items() if count > 1]
+        if twice:
+            # which of two loss scales their gradients carry could not be known; in one, they would be unscaled twice
             raise AmpAttachError(
-                "master_weights='split' beside other optimizers would round gradients: write master_weights=True."
+                f'{len(twice)} parameters are stepped by two optimizers, or twice by one ({some(twice)}): give each once, '
+                f'{{id(p): p for p in parameters}}.values(), to one optimizer; losses of the others reach it all the same.'
             )
-        found = [(each.weights(), each.is_plain) for each in (self, *others)]
-        # torch takes an optimizer that has a parameter twice, and warns
-        stepped = [list(dict.fromkeys(weights)) if is_plain else weights for weights, is_plain in found]
-        optimizers.check_once(stepped, self.names)
         self.others = others
-        self._use_gradients()
+        self.gradients.after_each_pass |= bool(others)
 
     def __repr__(self) -> str:
         # reads the device
         scale = f', loss scale {self.scales.describe()}' if self.policy.enabled and not self.scales.is_one else ''
-        return f'amp: {self.policy.describe()}{scale}; {self.stage.value}'
+        return f'amp: {self.policy.describe()}{scale}; {"" if self.attached else "not "}attached to a model'
 
     def __getstate__(self) -> dict[str, Any]:
         # of copies
         if self.attached and self.policy.enabled:
-            raise AmpUsageError(
-                'an attached wrapper cannot be copied with its masters: copy the model, and build a wrapper for the copy.'
-            )
+            raise AmpUsageError('an attached wrapper cannot be copied: copy the model, and build one for the copy.')
         return vars(self)
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -199,17 +187,7 @@ class Engine:
     @property
     def optimizer(self) -> Optimizer | None:
         """Whose step it is; None for inference, and where nobody holds it any more."""
-        return self._find_optimizer()
-
-    @property
-    def attached(self) -> bool:
-        """Whether a model was attached, or none is needed."""
-        return self.stage is not Stage.DETACHED
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients have come since the last step."""
-        return self.stage is Stage.ACCUMULATING
+        return self._find()
 
     @property
     def awaits_step(self) -> bool:
@@ -269,37 +247,40 @@ class Engine:
     def check_rest(self) -> None:
         """Bring gradients without a scale, which lie on weights, to their masters, and check what no pass has checked."""
         stepped = self.params.parameters()
-        is_unchecked = self.flags.is_clear and unscale.have_any(stepped)
+        is_unchecked = self.flags.is_clear and have_any(stepped)
         if not is_unchecked and not self.gradients.has_plain:
             return
         flag = self.flags.new() if self.scales.check else None
-        self.gradients.add_plain(flag, bool(self.ddp.groups(self.weights)))
+        self.gradients.add_plain(flag, bool(self.ddp.groups()))
         if flag is not None:
             if is_unchecked:
-                ops.multi_tensor_isnonfinite(unscale.values_of(stepped), flag)
+                ops.multi_tensor_isnonfinite(values_of(stepped), flag)
             self.flags.add(flag)
 
-    def agree(self, norm: ShardNorm | None = None) -> Tensor | None:
+    def agree(self, clip: GradientClip | None = None, power: Tensor | None = None) -> Tensor | None:
         """Exchange the overflow flags, so that every rank decides the same. Collective, where there are several ranks.
 
         Where parameters are sharded, flags and norm are one exchange.
 
         Args:
-            norm: This rank's part of the norm of sharded gradients.
+            clip: How to clip by the norm of sharded gradients.
+            power: This rank's part of it, of :meth:`GradientClip.power`; None for none.
 
         Returns:
-            The norm of all of them, a float32 scalar; None without ``norm``.
+            The norm of all of them, a float32 scalar; None without ``power``.
         """
         layout, checks = self.params.layout, self.scales.check
-        if layout.groups and (checks or norm is not None):
+        if layout.groups and (checks or power is not None):
             flags = self.flags.all()
-            power = [] if norm is None else [norm.power.to(self.device).reshape(1)]
-            found = layout.exchange(torch.cat([flags.double(), *power]), norm is not None and norm.is_greatest)
+            numbers = [flags.double()] if power is None else [flags.double(), power.to(self.device)]
+            found = layout.exchange(torch.cat(numbers), clip is not None and clip.norm_type == math.inf)
             # a sum of flags is no flag
             self.flags.take(found[: len(flags)].clamp(max=1).float())
-            return None if norm is None else norm.of_all(found[-1])
-        if checks and not layout.groups:
-            self.flags.agree(self.ddp.groups(self.weights))
+            return None if clip is None or power is None else clip.norm_of(found[-1])
+        for group in self.ddp.groups() if checks and not layout.groups else ():
+            flags = self.flags.all()
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
+            self.flags.take(flags)
         return None
 
     def settle_buffers(self, flag: Tensor | None) -> None:
@@ -307,8 +288,7 @@ class Engine:
 
         Those of all models of the training: losses may have gone through each.
         """
-        found = [snapshot for each in (self, *self.others) for snapshot in each.snapshots]
-        for snapshot in dict.fromkeys(found):
+        for snapshot in dict.fromkeys(snapshot for each in (self, *self.others) for snapshot in each.snapshots):
             snapshot.settle(flag)
 
     def review(self, infos: Iterable[Sequence[float]]) -> None:
@@ -317,12 +297,12 @@ class Engine:
         Args:
             infos: :attr:`StepResult.info` of all steps since the last one known, in order, on the host.
         """
-        self.monitor.review(infos, self.scales.describe, len(self.scales.scalers) == 1, self.label)
+        self.monitor.review(infos, self.label)
 
     def has_waiting(self, ids: Container[int]) -> bool:
         """Whether any of these weights, by id, has a gradient that waits for a step."""
         pairs = zip(self.weights(), self.params.parameters())
-        return self.is_accumulating and unscale.have_any([p for pair in pairs if id(pair[0]) in ids for p in pair])
+        return self.is_accumulating and have_any([p for pair in pairs if id(pair[0]) in ids for p in pair])
 
     # -- clearing ----------------------------------------------------------------------------------------------------
 
@@ -334,19 +314,17 @@ class Engine:
             own: The optimizer's own ``zero_grad``, where another stands in front of it.
             **kwargs: For it (``set_to_none``).
         """
-        optimizer = self.optimizer
-        assert optimizer is not None
+        assert self.optimizer is not None
         self.drop_flags()
-        (own or optimizer.zero_grad)(**kwargs)
+        (own or self.optimizer.zero_grad)(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
-        if self.stage is not Stage.DETACHED:
-            self.stage = Stage.READY
+        self.is_accumulating = False
 
     def drop_flags(self) -> None:
         """Forget flags: gradients are cleared without a step. Shared loss scales learn from them all the same."""
         learns = self.scales.are_shared and any(self.flags.used) and self.gradients.kept_by_fsdp is None
-        if learns and not self.ddp.is_local(self.weights):
+        if learns and not self.ddp.is_local():
             if self.params.layout.groups:
                 self.agree()
-            self.scales.update(self.flags, self.device)
+            self.scales.update(self.flags)
         self.flags.clear()

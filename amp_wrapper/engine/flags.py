@@ -1,19 +1,16 @@
-"""Non-finite gradients: the flags of one step, the result of a step, and the host's count of skipped steps."""
+"""Non-finite gradients: the flags of one step, its result, which the host reads late, and the count of skipped steps."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from ..errors import logger
 from ..policy.levels import IN_BFLOAT16, Policy
-
-logger = logging.getLogger('amp_wrapper')
 
 #: Where the numbers of a step's info stand (:data:`amp_wrapper.ops.DECISION`).
 SKIP, GRAD_NORM, LOSS_SCALE, SKIPS, STREAK = 0, 4, 5, 6, 7
@@ -29,6 +26,7 @@ class Flags:
 
     Args:
         losses: Number of losses with a scale of their own.
+        device: Where flags are made.
 
     Attributes:
         used: Whether each loss has had a backward pass since the last step.
@@ -36,11 +34,8 @@ class Flags:
         only_by_others: Whether one for other optimizers alone has.
     """
 
-    def __init__(self, losses: int) -> None:
-        self._device = torch.device('cpu')
-        self._losses = losses
-        #: Flags that are down, and that nobody has yet.
-        self._spare: list[Tensor] = []
+    def __init__(self, losses: int, device: torch.device) -> None:
+        self._losses, self._device = losses, device
         self.clear()
 
     def clear(self) -> None:
@@ -50,20 +45,9 @@ class Flags:
         # of each loss, and of all else
         self._flags: list[Tensor | None] = [None] * (self._losses + 1)
 
-    def to(self, device: torch.device) -> None:
-        """Where flags are made from now on."""
-        self._device = device
-        self._spare = []
-
     def new(self) -> Tensor:
         """A flag that is down."""
-        if self._device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
-            # a graph has to lower its flag each time it runs
-            return torch.zeros((), dtype=torch.float32, device=self._device)
-        if not self._spare:
-            # one kernel for many steps
-            self._spare = list(torch.zeros(64, dtype=torch.float32, device=self._device).unbind())
-        return self._spare.pop()
+        return torch.zeros((), dtype=torch.float32, device=self._device)
 
     def of(self, loss_id: int) -> Tensor:
         """The flag of a loss; a live tensor."""
@@ -94,21 +78,9 @@ class Flags:
             return flags[0] if flags else None
         return torch.stack(flags).max()
 
-    def agree(self, groups: Iterable[ProcessGroup]) -> None:
-        """A flag that is up on one rank is up on every rank of the groups. Collective.
-
-        Args:
-            groups: One after the other; each rank calls this with the same ones.
-        """
-        for group in groups:
-            flags = self.all()
-            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
-            self.take(flags)
-
     def all(self) -> Tensor:
         """All flags, float32, one-dimensional, for an exchange with other ranks: as many on each of them."""
-        zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        return torch.stack([zero if flag is None else flag for flag in self._flags])
+        return torch.stack([self.new() if flag is None else flag for flag in self._flags])
 
     def take(self, flags: Tensor) -> None:
         """Go on with what the ranks have agreed on.
@@ -151,29 +123,53 @@ class StepResult:
 
     def was_skipped(self) -> bool:
         """Whether the step was left out. Syncs, where ``skipped`` is None."""
-        if self.skipped is not None:
-            return self.skipped
-        return self.info is not None and bool(self.info[SKIP] > 0)
+        return bool(self.info[SKIP] > 0) if self.skipped is None and self.info is not None else bool(self.skipped)
 
 
-def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
-    """The info of a step, in the form of the prologue, for steps that are taken without it.
+class LateRead:
+    """Numbers on their way to the host, which goes on working until it needs them.
 
     Args:
-        skip: float32 scalar, or None for a step that is never skipped.
+        numbers: One-dimensional tensor on any device.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(numbers.device))  # type: ignore[no-untyped-call]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[float]:
+        """The numbers. Syncs with what was under way when the read began, and with nothing after it."""
+        if self._event is not None:
+            self._event.synchronize()  # type: ignore[no-untyped-call]
+        return self._numbers.tolist()  # type: ignore[no-any-return]
+
+
+def info_of(norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
+    """The info of a step, in the form of the op's decision, for other steps.
+
+    Args:
         norm: Scalar of any floating type, or None.
         scale: float32 scalar after the step.
         counts: int64 (3,) after the step.
 
     Returns:
-        float32 (8,) on the device of the first that is there.
+        float32 (8,) on their device.
     """
-    device = next(value.device for value in (skip, norm, scale) if value is not None)
-    nothing = torch.full((), torch.nan, dtype=torch.float32, device=device)
-    one, unlimited = torch.ones_like(nothing), torch.full_like(nothing, torch.inf)
-    skipped = torch.zeros_like(nothing) if skip is None else skip
+    nothing, one = torch.full_like(scale, torch.nan), torch.ones_like(scale)
+    streak = counts[2].float()
+    skipped = streak.clamp(max=1)
     shown = nothing if norm is None else torch.where(skipped > 0, nothing, norm.detach().to(nothing))
-    return torch.stack([skipped, one, one, unlimited, shown, scale, counts[1].float(), counts[2].float()])
+    return torch.stack([skipped, one, one, one * torch.inf, shown, scale, counts[1].float(), streak])
 
 
 def what_to_try(policy: Policy) -> list[str]:
@@ -182,19 +178,19 @@ def what_to_try(policy: Policy) -> list[str]:
     Args:
         policy: Of the training.
     """
-    found = ['look for NaN in the data and the loss', 'lower the learning rate or add clip_grad']
-    scale = policy.loss_scale
-    if scale.enabled and not scale.dynamic and scale.init_scale > 1:
-        found.append("lower loss_scale, or write loss_scale='dynamic'")
-    if policy.runs_16_bit:
-        found.append('keep the named modules in FP32 (keep_fp32=[...])')
-    if torch.float16 in (policy.cast_model_type, policy.autocast_dtype) and policy.enabled:
-        level = IN_BFLOAT16.get(policy.opt_level)
-        words = "cast_model_type='bfloat16'" if level is None else f'opt_level={level!r}'
-        found.append(f'use bfloat16, which has the range of FP32 ({words})')
-    elif policy.runs_16_bit:
-        found.append("compare with opt_level='O0': bfloat16 has the range of FP32, so FP32 may overflow as well")
-    return found
+    scale, level = policy.loss_scale, IN_BFLOAT16.get(policy.opt_level)
+    is_static = scale.enabled and not scale.dynamic and scale.init_scale > 1
+    is_float16 = policy.enabled and torch.float16 in (policy.cast_model_type, policy.autocast_dtype)
+    in_bfloat16 = "cast_model_type='bfloat16'" if level is None else f'opt_level={level!r}'
+    remedies = {
+        'look for NaN in the data and the loss': True,
+        'lower the learning rate or add clip_grad': True,
+        "lower loss_scale, or write loss_scale='dynamic'": is_static,
+        'keep the named modules in FP32 (keep_fp32=[...])': policy.runs_16_bit,
+        f'use bfloat16, which has the range of FP32 ({in_bfloat16})': is_float16,
+        "compare with opt_level='O0', for bfloat16 overflows where FP32 does": policy.runs_16_bit and not is_float16,
+    }
+    return [remedy for remedy, helps in remedies.items() if helps]
 
 
 class SkipMonitor:
@@ -205,13 +201,12 @@ class SkipMonitor:
     gradients that caused it are there.
 
     Args:
-        limit: Skips in a row that end the training, or None.
-        verbosity: 0 says nothing about skipped steps.
-        falls: Whether the loss scale is dynamic: it begins too high, so that the first skips are no fault.
+        policy: Says how many skips in a row end the training, and whether skipped steps are logged.
+        scales: Gives what to say of the present loss scales.
     """
 
-    def __init__(self, limit: int | None, verbosity: int, falls: bool) -> None:
-        self._limit, self._verbosity, self._falls = limit, verbosity, falls
+    def __init__(self, policy: Policy, scales: Callable[[], str]) -> None:
+        self._policy, self._limit, self._scales = policy, policy.max_consecutive_skips, scales
         self.start(0)
 
     @property
@@ -230,50 +225,43 @@ class SkipMonitor:
         """Begin with so many skips in a row: after a state was loaded."""
         self._streak, self._unseen = streak, 0
 
-    def record(self, skipped: bool, skips: int, streak: int, scale: Callable[[], str], label: str = '') -> bool:
+    def record(self, skips: int, streak: int, label: str = '', scale: str = '') -> bool:
         """Take notice of one step, the latest so far, and say so where it was skipped.
 
         Args:
-            skipped: Whether it was.
             skips: In all, with this one.
-            streak: In a row, with this one.
-            scale: Gives what to say of the loss scale after it.
+            streak: In a row, with this one; 0 where it was taken.
             label: What to call the engine.
+            scale: What to say of the loss scale after it, where that is not the present one.
 
         Returns:
             Whether the limit is reached.
         """
         self.start(streak)
-        if not skipped:
-            return False
         if self._limit is not None and streak >= self._limit:
             return True
         # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling
-        if self._verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
-            is_start = self._falls and skips == streak <= 5
+        if streak and self._policy.verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
+            # a dynamic scale begins too high, so that the first skips are no fault
+            is_start = self._policy.loss_scale.dynamic and skips == streak <= 5
             usual = ', as is usual until a dynamic loss scale fits' if is_start else ''
             text = f'amp: {label + ": " if label else ""}non-finite gradients{usual}: optimizer step skipped'
             log = logger.info if is_start else logger.warning
-            log(f'{text} ({skips} so far, {streak} in a row); loss scale now {scale()}')
+            log(f'{text} ({skips} so far, {streak} in a row); loss scale now {scale or self._scales()}')
         return False
 
-    def review(
-        self, infos: Iterable[Sequence[float]], scales: Callable[[], str], one_loss: bool = True, label: str = ''
-    ) -> None:
+    def review(self, infos: Iterable[Sequence[float]], label: str = '') -> None:
         """Take notice of steps that nobody waited for.
 
         Args:
             infos: The first of those that were not seen, in order, as numbers.
-            scales: Gives what to say of the present loss scales.
-            one_loss: Whether an info tells the loss scale of its step.
             label: What to call the engine.
         """
         streak, unseen = self._streak, self._unseen
         for count, info in enumerate(infos, 1):
-            # NaN where nothing is scaled
-            has_scale = one_loss and not math.isnan(info[LOSS_SCALE])
-            scale = f'{info[LOSS_SCALE]:g}'.strip if has_scale else scales
-            self.record(info[SKIP] > 0, int(info[SKIPS]), int(info[STREAK]), scale, label)
+            # NaN where nothing is scaled; it tells the scale of the first loss
+            has_scale = self._policy.num_losses == 1 and not math.isnan(info[LOSS_SCALE])
+            self.record(int(info[SKIPS]), int(info[STREAK]), label, f'{info[LOSS_SCALE]:g}' if has_scale else '')
             self._unseen = unseen - count
         if not unseen:
             # a later step was waited for

@@ -14,18 +14,26 @@ A 16-bit weight whose master has the gradient has none itself. What lies there b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..casting.masters import Masters, StepLists
 from ..errors import AmpUsageError
 from ..ops import attributes
 from ..policy.nested import HALF_TYPES
-from ..shards import any_sharded, fitted, local_part
-from . import unscale
+from ..shards import any_sharded, fitted, local, local_part, whole
+
+NO_GRAPH = (
+    'backward(create_graph=True): gradients are unscaled, or made FP32, after the pass, so second derivatives would be those '
+    "of the scaled loss. Optimizers that take some (AdaHessian, Sophia) work at opt_level='O4', or at 'O1' with loss_scale=1; "
+    'a loss takes gradients by torch.autograd.grad(..., create_graph=True).'
+)
 
 
 class Gradients:
@@ -67,25 +75,19 @@ class Gradients:
         """
         self.drop_stepped()
         self.in_backward = True
-        if not self.after_each_pass:
-            return
         masters, own = self.params.masters, self.params.without_master()
-        if self._is_unaveraged and is_averaged:
-            self._hand_over(scale)
-        self._is_unaveraged = not is_averaged
-        self._aside = attributes.gradients(masters)
-        attributes.set_gradients(masters, None)
-        unscale.multiply(own, scale)
-        if found_before is not None:
-            self.zero_where(found_before)
-        self._versions = self._count_writes()
-
-    def _hand_over(self, scale: Tensor | None) -> None:
-        """Put local sums, rounded, where DDP looks for gradients: what stayed at the masters would stay on its rank."""
-        for weight, master in zip(self.params.behind_masters, self.params.masters):
+        for weight, master in zip(self.params.behind_masters, masters) if self._is_unaveraged and is_averaged else ():
+            # local sums, rounded, go where DDP looks for gradients: what stayed at the masters would stay on its rank
             if master.grad is not None:
                 total = master.grad if scale is None else master.grad * scale
                 weight.grad, master.grad = total.to(weight.dtype), None
+        self._is_unaveraged = not is_averaged
+        self._aside = attributes.gradients(masters)
+        attributes.set_gradients(masters, None)
+        multiply(own, scale)
+        if found_before is not None:
+            self.zero_where(found_before)
+        self._versions = self._count_writes()
 
     @torch.no_grad()
     def end_pass(self, scale: Tensor | None, found_inf: Tensor | None) -> bool:
@@ -103,21 +105,19 @@ class Gradients:
                 gradients of the optimizer are dropped, as after any error here.
         """
         self.in_backward = False
-        if not self.after_each_pass:
-            return True
         has_come, inverse = self._count_writes() != self._versions, None if scale is None else scale.reciprocal()
         weights, masters, own = self.params.behind_masters, self.params.masters, self.params.without_master()
         try:
             changed = [*weights, *masters, *(own if scale is not None else ())]
             if any(grad is not None and grad.requires_grad for grad in attributes.gradients(changed)):
-                raise AmpUsageError(unscale.NO_GRAPH)
+                raise AmpUsageError(NO_GRAPH)
             if has_come:
-                unscale.multiply(masters, inverse, found_inf)
+                multiply(masters, inverse, found_inf)
             if self._aside:
                 sums = map(ops.add_gradients, self._aside, attributes.gradients(masters))
                 attributes.set_gradients(masters, list(sums))
-            unscale.add_to_masters(weights, masters, inverse, found_inf)
-            unscale.multiply(own, inverse, found_inf if has_come else None)
+            self._add_to_masters(inverse, found_inf)
+            multiply(own, inverse, found_inf if has_come else None)
         except BaseException:
             # some carry the scale, and some do not
             attributes.set_gradients([*weights, *masters, *own], None)
@@ -129,7 +129,7 @@ class Gradients:
     @torch.no_grad()
     def zero_where(self, flag: Tensor) -> None:
         """Make all of them 0 where a flag, a float32 scalar, is up."""
-        for values in unscale.values_of([*self.params.parameters(), *self.params.behind_masters]):
+        for values in values_of([*self.params.parameters(), *self.params.behind_masters]):
             values.masked_fill_(flag.to(values.device) > 0, 0)
 
     def add_plain(self, found_inf: Tensor | None, is_unaveraged: bool) -> None:
@@ -140,13 +140,14 @@ class Gradients:
             is_unaveraged: Whether it may not be averaged over the ranks yet.
         """
         self._is_unaveraged = self._is_unaveraged or is_unaveraged
+        self.drop_stepped()
         with torch.no_grad():
-            unscale.add_to_masters(self.params.behind_masters, self.params.masters, None, found_inf)
+            self._add_to_masters(None, found_inf)
 
     @property
     def has_plain(self) -> bool:
         """Whether something lies on weights that carries no scale, and whose masters have the other gradients."""
-        return self.after_each_pass and unscale.have_any(self.params.behind_masters)
+        return self.after_each_pass and have_any(self.params.behind_masters)
 
     # -- at a step -----------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Gradients:
             return attributes.gradients(lists.parameters)
         found = attributes.gradients(lists.weights)
         # of losses that contain masters themselves
-        if unscale.have_any(self.params.masters):
+        if have_any(self.params.masters):
             direct = attributes.gradients(lists.parameters)
             return [g if d is g else ops.add_gradients(d, g) for d, g in zip(direct, found)]
         return found
@@ -169,9 +170,8 @@ class Gradients:
             inverse_scale: float32 scalar; None for 1.
             found_inf: As for :meth:`end_pass`.
         """
-        if not self.after_each_pass:
-            unscale.multiply([*self.params.masters, *self.params.without_master()], inverse_scale, found_inf)
-            unscale.add_to_masters(self.params.behind_masters, self.params.masters, inverse_scale, found_inf)
+        multiply([*self.params.masters, *self.params.without_master()], inverse_scale, found_inf)
+        self._add_to_masters(inverse_scale, found_inf)
 
     def mark_stepped(self) -> None:
         """A step has used the masters' gradients. Scripts that clear those of weights alone do not know of them."""
@@ -198,12 +198,52 @@ class Gradients:
                 # zeros beside zeros would only cost memory
                 master.grad = None
 
+    def _add_to_masters(self, inverse_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Add the gradients of weights, unscaled, in FP32 to those of their masters; the weights have none afterwards.
+
+        Args:
+            inverse_scale: As ``factor`` of :func:`multiply`.
+            found_inf: As there; of the weights' gradients alone.
+
+        Raises:
+            AmpUsageError: As :func:`multiply`.
+        """
+        weights, masters = self.params.behind_masters, self.params.masters
+        firsts: list[tuple[nn.Parameter, Tensor]] = []
+        further: list[tuple[Tensor, Tensor]] = []
+        for weight, master, grad, total in zip(weights, masters, *map(attributes.gradients, (weights, masters))):
+            # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
+            master.requires_grad = weight.requires_grad
+            if grad is None:
+                continue
+            if grad.is_sparse or (total is not None and total.is_sparse):
+                # rows that occur twice are added in FP32: a finite sum that 16-bit cannot hold is no overflow
+                wide = grad.to(master.dtype)
+                wide = wide.coalesce() if wide.is_sparse else wide
+                values = local([wide._values() if wide.is_sparse else wide])
+                ops.multi_tensor_scale(values, values, inverse_scale, found_inf)
+                master.grad = ops.add_gradients(total, wide)
+            elif total is None:
+                firsts.append((master, grad))
+            else:
+                further.append((grad, total))
+        with _refused_gradients():
+            if further:
+                added, sums = map(local, zip(*further))
+                ops.multi_tensor_axpby(added, sums, inverse_scale, None, found_inf)
+            if firsts:
+                chosen, grads = map(list, zip(*firsts))
+                targets = attributes.float32_like(grads)
+                ops.multi_tensor_scale(local(grads), local(targets), inverse_scale, found_inf)
+                attributes.set_gradients(chosen, targets)
+        attributes.set_gradients(weights, None)
+
     # -- who looks at them ---------------------------------------------------------------------------------------------
 
     def is_there(self) -> bool:
         """Whether there is any."""
         aside = any(grad is not None for grad in self._aside)
-        return aside or unscale.have_any([*self.params.parameters(), *self.params.behind_masters])
+        return aside or have_any([*self.params.parameters(), *self.params.behind_masters])
 
     def save(self, lists: StepLists) -> list[Tensor | None]:
         """Copies of those that wait, in the order of the groups, for a checkpoint."""
@@ -223,3 +263,62 @@ class Gradients:
         found = attributes.gradients([*self.params.parameters(), *self.params.behind_masters])
         # FSDP2 adds to the local shards, behind the back of the counters of whole tensors
         return attributes.versions([*map(local_part, found)] if any_sharded(found) else found)
+
+
+# -- lists of gradients ------------------------------------------------------------------------------------------------
+
+
+def multiply(parameters: Sequence[nn.Parameter], factor: Tensor | None, found_inf: Tensor | None = None) -> None:
+    """Multiply gradients in place, each rounded once to its type. Sparse ones are coalesced and stay sparse.
+
+    Args:
+        parameters: Those without a gradient are passed over.
+        factor: float32 scalar on their device; None for 1.
+        found_inf: float32 scalar set to 1.0 where an element was non-finite, in place; None for no check.
+
+    Raises:
+        AmpUsageError: A gradient shares memory with another, or has elements that share it. No gradient changes then.
+    """
+    if (factor is not None or found_inf is not None) and (values := values_of(parameters)):
+        places = attributes.addresses([value for value in values if value.numel()])
+        with _refused_gradients():
+            if len(set(places)) < len(places):
+                raise ValueError('two of them begin at one address.')
+            ops.multi_tensor_scale(values, values, factor, found_inf)
+
+
+def have_any(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether one of them has a gradient."""
+    return any(map(operator.is_not, attributes.gradients(parameters), repeat(None)))
+
+
+def values_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The elements of the gradients that lie on this rank, as dense tensors that share their memory."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    found = [grad for grad in attributes.gradients(parameters) if grad is not None]
+    return local([grad._values() if grad.is_sparse else grad for grad in found])
+
+
+@contextlib.contextmanager
+def _refused_gradients() -> Iterator[None]:
+    """Turn what an op raises about tensors into an :class:`AmpUsageError` about gradients."""
+    try:
+        yield
+    except ValueError as error:
+        raise AmpUsageError(
+            f'The gradients cannot be unscaled: {error} Each parameter needs a dense or sparse gradient of its own, which '
+            'shares memory with no other: parameter.grad = parameter.grad.clone(), where one was put there by hand.'
+        ) from error
+
+
+def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of the parameters whose gradient has a non-finite element. Syncs; collective where gradients are sharded.
+
+    Args:
+        named: (name, parameter) pairs.
+    """
+    found = ((name, parameter.grad) for name, parameter in named if parameter.grad is not None)
+    dense = ((name, grad.coalesce()._values() if grad.is_sparse else whole(grad)) for name, grad in found)
+    return [name for name, values in dense if not bool(values.isfinite().all())]

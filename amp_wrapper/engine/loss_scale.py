@@ -88,28 +88,24 @@ class LossScaler:
             scale: float32 scalar, where another one than the present has to be used.
 
         Returns:
-            ``loss.float() * scale`` (float32; float64 stays), or ``loss`` itself where the scale is 1 for good.
+            ``loss.float() * scale`` (float32; float64 stays), or ``loss.float()`` where the scale is 1 for good.
         """
-        if self.is_one:
-            return loss
         if loss.dtype in HALF_TYPES:
             # a 16-bit product would overflow before the gradients do
             loss = loss.float()
-        return loss * (self.current_scale if scale is None else scale).to(loss.device)
+        return loss if self.is_one else loss * (self.current_scale if scale is None else scale).to(loss.device)
 
     def inverse_scale(self) -> Tensor | None:
         """Return the float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""
         return None if self.is_one else self.current_scale.reciprocal()
 
-    def prologue(self, moves: bool) -> dict[str, Any]:
-        """Return what :func:`~amp_wrapper.ops.fused_adam` is given to unscale by this scale, to move it and to count.
+    def step_arguments(self, moves: bool) -> dict[str, Any]:
+        """Return what :func:`~amp_wrapper.ops.fused_adam` is given to unscale by this scale, and to move it.
 
         Args:
             moves: Whether the step moves the scale, where it is dynamic.
         """
         words: dict[str, Any] = {} if self.is_one else {'scale': self.current_scale}
-        if self.checks:
-            words['counts'] = self.counts
         if self.is_dynamic and moves:
             trackers = {'growth_tracker': self._growth_tracker, 'hysteresis_tracker': self._hysteresis_tracker}
             words |= {**trackers, 'rule': self._rule}
@@ -208,10 +204,10 @@ class LossScales:
         self.are_shared = shared is not None
         self.first = first = self.scalers[0]
         self.check, self.is_dynamic, self.is_one = first.checks, first.is_dynamic, first.is_one
-        # scales of several engines do not count the steps of one
-        self.steps = first if shared is None else LossScaler(LossScaleConfig(False, 1.0), first.checks)
         # the losses that the last update was for
         self._updated: list[int] = []
+        # scales of several engines do not count the steps of one
+        self.steps = first if shared is None else LossScaler(LossScaleConfig(False, 1.0), first.checks)
 
     def of(self, loss_id: int) -> LossScaler:
         """The scale of a loss.
@@ -220,9 +216,7 @@ class LossScales:
             AmpUsageError: No such loss.
         """
         if not is_whole(loss_id, 0, len(self.scalers)):
-            raise AmpUsageError(
-                f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses in the configuration.'
-            )
+            raise AmpUsageError(f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses.')
         return self.scalers[loss_id]
 
     def pinned(self, loss_id: int) -> Tensor | None:
@@ -239,17 +233,16 @@ class LossScales:
         for scaler in (*self.scalers, self.steps):
             scaler.to(device)
 
-    def update(self, flags: Flags, device: torch.device, is_counted: bool = False) -> None:
+    def update(self, flags: Flags, is_counted: bool = False) -> None:
         """Move the scales of the losses that took part in a step, taken or skipped, and count it.
 
         Args:
             flags: The flags of the step; cleared.
-            device: Where they are.
             is_counted: Whether :attr:`steps` has counted it already.
         """
+        self._updated = [index for index, used in enumerate(flags.used) if used or not self.are_shared]
         worst = flags.skipped()
-        skipped = torch.zeros((), device=device) if worst is None else worst
-        self._updated = [index for index, used in enumerate(flags.used) if used]
+        skipped = flags.new() if worst is None else worst
         for index, scaler in enumerate(self.scalers):
             # a step is skipped for all losses; a scale moves only for a loss that took part, and shared ones count for those
             used = flags.used[index]
@@ -262,8 +255,8 @@ class LossScales:
     def describe(self) -> str:
         """The loss scales as text. Syncs."""
         if len(self.scalers) == 1:
-            return f'{self.scalers[0].get_scale():g}'
-        chosen = (self.are_shared and self._updated) or range(len(self.scalers))
+            return f'{self.first.get_scale():g}'
+        chosen = self._updated or range(len(self.scalers))
         return ', '.join(f'loss {index}: {self.scalers[index].get_scale():g}' for index in chosen)
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str], list[float]]:

@@ -1,69 +1,48 @@
-"""Which optimizers are taken: none whose steps cannot be scaled or skipped, and none that steps another model."""
+"""What the engine has to know of optimizers: which are taken, how each skips a step, and who stands before its methods."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
-from .. import shards, torch_internals
-from ..errors import AmpAttachError, AmpConfigError, some
+from .. import shards
+from ..compiler_internals import untraced
+from ..errors import AmpAttachError, AmpConfigError
+from ..optim.fused import FusedOptimizer
 from ..policy.nested import parameters_of
+from ..torch_internals import hooks_before_all_steps, hooks_before_steps, is_zero, overlaps_with_ddp
+
+# -- which are taken ---------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose steps cannot be scaled or skipped.
+def check_optimizer(optimizer: Optimizer, splits: bool) -> None:
+    """Refuse optimizers whose steps cannot be scaled or skipped, or would step 16-bit weights without their remainders.
+
+    Args:
+        optimizer: What was handed over.
+        splits: Whether weights have remainders.
 
     Raises:
-        AmpAttachError: LBFGS, or one that steps in the backward pass.
+        AmpAttachError: LBFGS, or one that steps in the backward pass; with remainders, all but this package's fused ones.
         AmpConfigError: Not an optimizer.
     """
     if not isinstance(optimizer, Optimizer):
         raise AmpConfigError([f'optimizer={optimizer!r} must be a torch.optim.Optimizer.'])
     if isinstance(optimizer, LBFGS):
-        raise AmpAttachError(
-            'LBFGS evaluates the model several times a step, beside any loss scale: choose another, or enabled=False.'
-        )
-    if torch_internals.is_zero(optimizer) and torch_internals.overlaps_with_ddp(optimizer):
-        raise AmpAttachError(
-            'ZeroRedundancyOptimizer(overlap_with_ddp=True) steps scaled gradients: leave overlap_with_ddp out.'
-        )
-
-
-def check_steps_split(optimizer: Optimizer) -> None:
-    """Refuse optimizers that would step 16-bit weights without their remainders.
-
-    Raises:
-        AmpAttachError: Not one of this package's fused optimizers.
-    """
-    if not getattr(type(optimizer), 'supports_split_weights', False):
+        raise AmpAttachError('LBFGS calls the model several times a step, beside any loss scale: write enabled=False.')
+    if is_zero(optimizer) and overlaps_with_ddp(optimizer):
+        raise AmpAttachError('ZeroRedundancyOptimizer(overlap_with_ddp=True) steps scaled gradients: leave it out.')
+    if splits and not getattr(type(optimizer), 'supports_split_weights', False):
         raise AmpAttachError(
             f"master_weights='split' with {type(optimizer).__name__}: take FusedAdam, FusedAdamW or FusedSGD, or write True."
-        )
-
-
-def check_once(stepped: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
-    """Refuse parameters that are stepped twice, by two optimizers or by one.
-
-    Which of two loss scales their gradients carry could not be known; in one, they would be unscaled twice, and have two
-    masters.
-
-    Args:
-        stepped: The weights of each optimizer.
-        names: Of the model's parameters, by id.
-
-    Raises:
-        AmpAttachError: Names the parameters. Nothing has been changed.
-    """
-    found = {id(weight): weight for weights in stepped for weight in weights}
-    counts = Counter(id(weight) for weights in stepped for weight in weights)
-    twice = [names.get(key, f'one of shape {tuple(found[key].shape)}') for key, count in counts.items() if count > 1]
-    if twice:
-        raise AmpAttachError(
-            f'{len(twice)} parameters are stepped by two optimizers, or twice by one ({some(twice)}): give each of them once, '
-            f'{{id(p): p for p in parameters}}.values(), and to one optimizer; losses of the others reach it all the same.'
         )
 
 
@@ -117,3 +96,88 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     starts = one.data_ptr(), other.data_ptr()
     # there is no address on meta, and none of shards
     return all(starts) and starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
+
+
+# -- how they skip a step ----------------------------------------------------------------------------------------------
+
+
+def takes_flag(optimizer: Optimizer) -> bool:
+    """Whether the optimizer skips a step by itself where ``found_inf`` says so, reading it on the device.
+
+    That is GradScaler's protocol. torch's fused SGD is left out: a skipped first step leaves memory that nobody wrote as the
+    momentum.
+    """
+    reads = bool(getattr(optimizer, '_step_supports_amp_scaling', False))
+    if not reads or isinstance(optimizer, FusedOptimizer):
+        return reads
+    return not isinstance(optimizer, SGD) and all(group.get('fused', True) for group in optimizer.param_groups)
+
+
+def has_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
+    others = [hook for hook in hooks_before_all_steps().values() if not hasattr(hook, 'sees_no_gradient')]
+    return bool(others or hooks_before_steps(optimizer))
+
+
+@contextlib.contextmanager
+def flagged(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
+    """The optimizer's next step is skipped where the flag is up.
+
+    Args:
+        optimizer: One that :func:`takes_flag`.
+        found_inf: float32 scalar, exactly 0 or 1: torch's kernels compare with 1.
+    """
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+# -- calls of their methods --------------------------------------------------------------------------------------------
+
+
+def put_in_front(optimizer: Optimizer, name: str, front: Callable[..., Any]) -> None:
+    """Let calls of a method of one optimizer lead through a function.
+
+    Around the step of one inside (SAM's base optimizer) the outer one does its work, in methods that this package does not
+    know, and with closures that run in the middle. So the inner ``step`` is where gradients are used: taken or skipped.
+
+    Args:
+        optimizer: The method becomes an attribute of the object, which torch neither pickles nor copies: its class, its saved
+            form and every copy are those of a plain optimizer. Schedulers that came before stay inside, those that come later
+            go around.
+        name: Of the method.
+        front: Takes the optimizer's own method, and the arguments of a call.
+    """
+    own: Any = getattr(optimizer, name)
+    # a scheduler's wrapper is a function of its own, without the object
+    function: Any = own.__func__ if getattr(own, '__self__', None) is optimizer else staticmethod(own)
+
+    # a bound method would keep its object alive, in which it lies
+    owner: Any = ref(optimizer)
+
+    @untraced
+    @functools.wraps(getattr(own, '__func__', own))
+    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return front(function.__get__(self), *args, **kwargs)
+
+    @functools.wraps(method)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return method(owner(), *args, **kwargs)
+
+    # torch's schedulers wrap the function that they find there
+    vars(bound).update(__func__=method, __signature__=inspect.signature(own))
+    setattr(optimizer, name, bound)
+
+
+def inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that another one holds as attributes, and that step its very groups; theirs too, outermost first."""
+    found, groups = [optimizer], list(map(id, optimizer.param_groups))
+    # it grows meanwhile; two may hold each other
+    for each in found:
+        for value in vars(each).values():
+            if isinstance(value, Optimizer) and value not in found and list(map(id, value.param_groups)) == groups:
+                found.append(value)
+    return found[1:]

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..casting import region
@@ -15,8 +14,8 @@ from ..compiler_internals import eager_block, untraced
 from ..distributed_internals import hold_back
 from ..errors import AmpUsageError
 from ..policy import said_once
-from .engine import Engine, Stage
-from .unscale import NO_GRAPH
+from .engine import Engine
+from .gradients import NO_GRAPH
 
 
 @untraced
@@ -40,7 +39,7 @@ def before_forward(engine: Engine, model: nn.Module) -> None:
     # parts that are called inside of the context are not told of. DDP broadcasts buffers in its call, which comes first
     for snapshot in () if engine.ddp.ddps else engine.snapshots:
         snapshot.begin()
-    engine.ddp.follow(model, engine.weights, engine.has_waiting, engine.is_plain)
+    engine.ddp.follow(model, engine.has_waiting, engine.is_plain)
 
 
 @eager_block
@@ -80,9 +79,8 @@ def scale(engine: Engine, loss: Tensor, loss_id: int = 0, together: Sequence[Eng
         AmpUsageError: No such loss.
     """
     scaler = engine.scales.of(loss_id)
-    for each in (engine, *together):
-        for observer in each.observers:
-            observer.see_loss(engine, loss, loss_id)
+    for observer in [observer for each in (engine, *together) for observer in each.observers]:
+        observer.see_loss(engine, loss, loss_id)
     return scaler.scale(loss, _scale_of(engine, loss_id) if engine.gradients.after_each_pass else None)
 
 
@@ -133,20 +131,19 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
     came: list[Engine] = []
     if not engine.gradients.after_each_pass:
         # one loss of one optimizer: nothing meets anything
-        engine.gradients.begin_pass(None, True, None)
+        engine.gradients.drop_stepped()
+        engine.gradients.in_backward = True
         try:
             yield came
         finally:
-            engine.gradients.end_pass(None, None)
-            engine.stage = Stage.ACCUMULATING
+            engine.gradients.in_backward = False
+            engine.is_accumulating = True
         engine.flags.used[loss_id] = True
         return
     named = [engine, *together]
     reached = [*named, *(each for each in engine.others if each not in named)]
     if any(each.gradients.in_backward for each in reached):
-        raise AmpUsageError(
-            'a backward pass inside another one: leave the first amp.scale_loss block before it, or add up the losses.'
-        )
+        raise AmpUsageError('a backward pass inside another one: leave the first block, or add up the losses.')
     loss_scale = _scale_of(engine, loss_id)
     passes = [_Pass(each, loss_scale, loss_id if each is engine else None, each in named) for each in reached]
     is_whole = False
@@ -165,16 +162,14 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
     engine.flags.used[loss_id] = True
     for each in passes[: len(named)]:
         each.engine.flags.has_arrived |= each.has_come
-        each.engine.stage = Stage.ACCUMULATING
+        each.engine.is_accumulating = True
     # the scale of a wrapper was too large where its loss overflows in any parameter. Scripts name the optimizers that step;
     # gradients elsewhere are mostly thrown away, and do not count
     counted = passes[: len(named)] if engine.scales.are_shared else [each for each in passes if each.has_come]
-    found = [each.flag.to(engine.device) for each in counted if each.flag is not None]
-    if found and engine.scales.check:
-        worst = found[0] if len(found) == 1 else torch.stack(found).max()
-        engine.flags.add(worst, loss_id)
+    for flag in [each.flag for each in counted if each.flag is not None] if engine.scales.check else ():
+        engine.flags.add(flag, loss_id)
         for other in together:
-            other.flags.add(worst)
+            other.flags.add(flag)
 
 
 class _Pass:
@@ -200,28 +195,23 @@ class _Pass:
 
     def begin(self) -> None:
         """Bring what waits to the scale of the pass."""
-        engine, gradients = self.engine, self.engine.gradients
+        engine, gradients, loss_id = self.engine, self.engine.gradients, self._loss_id or 0
         engine.tidy_up()
         if engine.shard_groups and self._is_named and self._scale is not None:
-            self._note_kept(self._scale)
+            kept = gradients.kept_by_fsdp
+            if kept is not None and kept[0] != loss_id:
+                raise AmpUsageError(
+                    f'loss {loss_id} while FSDP2 keeps gradients of loss {kept[0]}: finish that first, or use one loss_id.'
+                )
+            # FSDP2 averages the gradients of this pass with those that it has kept, or keeps them
+            gradients.kept_by_fsdp = (loss_id, self._scale) if hold_back(engine.shard_groups) else None
         if engine.scales.check or not self._is_named:
             self.flag = engine.flags.new()
-        gradients.begin_pass(self._scale, engine.ddp.averages(engine.weights), engine.flags.skipped(but=self._loss_id))
-
-    def _note_kept(self, scale: Tensor) -> None:
-        """Note whether FSDP2 keeps the gradients of this pass, or averages them with those that it has kept."""
-        engine, loss_id = self.engine, self._loss_id or 0
-        kept = engine.gradients.kept_by_fsdp
-        if kept is not None and kept[0] != loss_id:
-            raise AmpUsageError(
-                f'loss {loss_id} while FSDP2 keeps gradients of loss {kept[0]}: finish its accumulation, or use one loss_id.'
-            )
-        engine.gradients.kept_by_fsdp = (loss_id, scale) if hold_back(engine.shard_groups) else None
+        gradients.begin_pass(self._scale, engine.ddp.averages(), engine.flags.skipped(but=self._loss_id))
 
     def end(self) -> None:
         """Bring everything home."""
-        gradients = self.engine.gradients
-        self.has_come = gradients.in_backward and gradients.end_pass(self._scale, self.flag)
+        self.has_come = self.engine.gradients.in_backward and self.engine.gradients.end_pass(self._scale, self.flag)
 
     def note_others(self) -> None:
         """Gradients have come from a loss that is not for this engine, or from a pass that was broken off."""
@@ -234,5 +224,4 @@ class _Pass:
             # nobody looks before it steps
             engine.gradients.zero_where(flag)
         engine.flags.only_by_others = engine.flags.has_arrived = True
-        if engine.attached:
-            engine.stage = Stage.ACCUMULATING
+        engine.is_accumulating = engine.attached

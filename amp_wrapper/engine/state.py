@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +13,11 @@ from torch.optim import Optimizer
 from .. import checkpoint
 from ..checkpoint import report
 from ..distributed_internals import hold_back
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, logger
 from ..policy.nested import parameters_of
 from ..shards import is_sharded, shard_like
 from .ddp import has_several_processes
-from .engine import Engine, Stage
-
-#: Integrations decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
+from .engine import Engine
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -41,7 +37,7 @@ def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
         return None
     # shards are averages, unless somebody waits with that; what is unscaled has left flags on its rank
     shared = bool(engine.shard_groups) and not hold_back(engine.shard_groups) and not engine.gradients.after_each_pass
-    if has_several_processes() and not engine.ddp.same_everywhere(engine.weights) and not shared:
+    if has_several_processes() and not engine.ddp.same_everywhere() and not shared:
         if engine.policy.verbosity >= 1:
             logger.warning('amp: gradients of several processes that wait for a step are not saved: save after a step.')
         return None
@@ -51,21 +47,20 @@ def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
     return checkpoint.Window(saved, unscaled, list(engine.flags.used), found, of_others, buffers)
 
 
-def check_state(engine: Engine, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
+def check_state(optimizer: Optimizer, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
     """Whether a state dict can be taken over, applying nothing.
 
     Args:
-        engine: Of the engine.
+        optimizer: Of the engine.
         state: As for :func:`load_state`.
 
     Raises:
         AmpCheckpointError: Names the key and what was expected.
     """
-    assert engine.optimizer is not None
-    form = checkpoint.own_form(engine.optimizer)
+    form = checkpoint.own_form(optimizer)
     saved = checkpoint.read(state, form)
     if form is None:
-        checkpoint.check_optimizer_state(saved, engine.optimizer)
+        checkpoint.check_optimizer_state(saved, optimizer)
     return saved
 
 
@@ -73,7 +68,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
     """Take over a state dict; before or after attaching."""
     optimizer, policy = engine.optimizer, engine.policy
     assert optimizer is not None
-    saved = check_state(engine, state)
+    saved = check_state(optimizer, state)
     try:
         # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
         optimizer.load_state_dict(_copied(saved.optimizer, optimizer))
@@ -82,8 +77,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
     if not policy.enabled:
         dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
         return report.describe(saved, policy, [], dropped)
-    if 'param_groups' in saved.optimizer:
-        _keep_scalar_state(optimizer, saved.optimizer)
+    _keep_scalar_state(optimizer, saved.optimizer)
     engine.pending = None
     if engine.attached:
         engine.zero_grad()
@@ -107,22 +101,18 @@ def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Make a deep copy of an optimizer's state dict, with shards in place of whole tensors where its parameters are sharded."""
     if 'param_groups' not in saved:
         return copy.deepcopy(dict(saved))
-    parameters, state = _by_key(saved, optimizer), {}
-    for key, values in saved['state'].items():
-        state[key] = {name: _fitted(value, parameters.get(key)) for name, value in values.items()}
-    return {**copy.deepcopy({name: value for name, value in saved.items() if name != 'state'}), 'state': state}
+    state = {key: dict(values) for key, values in saved['state'].items()}
+    for key, parameter in _by_key(saved, optimizer).items():
+        for name, value in state.get(key, {}).items() if is_sharded(parameter) else ():
+            if isinstance(value, Tensor) and not is_sharded(value) and value.shape == parameter.shape:
+                state[key][name] = shard_like(value, parameter)
+    return copy.deepcopy({**saved, 'state': state})
 
 
 def _by_key(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[Any, Tensor]:
-    """Find the parameter that each key of a state dict is about."""
-    return dict(zip([key for group in saved['param_groups'] for key in group['params']], parameters_of(optimizer)))
-
-
-def _fitted(value: Any, parameter: Tensor | None) -> Any:
-    is_whole = isinstance(value, Tensor) and not is_sharded(value)
-    if parameter is not None and is_sharded(parameter) and is_whole and value.shape == parameter.shape:
-        return shard_like(value, parameter)
-    return copy.deepcopy(value)
+    """Find the parameter that each key of a state dict is about; none in a form of its own."""
+    keys = [key for group in saved.get('param_groups', ()) for key in group['params']]
+    return dict(zip(keys, parameters_of(optimizer)))
 
 
 def _keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -148,6 +138,6 @@ def restore_accumulation(engine: Engine, window: checkpoint.Window) -> None:
     engine.flags.restore(window.used, window.found_inf, window.foreign_found_inf)
     for snapshot in engine.snapshots:
         snapshot.load(window.buffers)
-    engine.stage = Stage.ACCUMULATING
+    engine.is_accumulating = True
     if engine.policy.verbosity >= 1:
         logger.info('amp: the gradients of an unfinished accumulation were in the checkpoint and are back')

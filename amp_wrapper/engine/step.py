@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -16,25 +16,23 @@ from .. import ops
 from ..casting import fp32_values
 from ..casting.masters import StepLists
 from ..compiler_internals import untraced
-from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
+from ..errors import AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
-from ..shards import local
-from .clipping import GradientClip, ShardNorm
-from .engine import Engine, Stage
-from .flags import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of, what_to_try
-from .host_read import LateRead, flagged, has_pre_hooks, takes_flag
-from .unscale import nonfinite_names
+from ..optim.tensors import are_dense
+from .clipping import GradientClip
+from .engine import Engine
+from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
+from .gradients import nonfinite_names
+from .optimizers import flagged, has_pre_hooks, inside, put_in_front, takes_flag
 
 #: Calls the optimizer's own ``step``.
 Run = Callable[[], None]
-
-_in_backward: Callable[[Engine], bool] = operator.attrgetter('gradients.in_backward')
+#: How to clip; None for not at all.
+Clip: TypeAlias = GradientClip | None
 
 
 @untraced
-def take_step(
-    engine: Engine, clip: GradientClip | None = None, own_step: Callable[..., Any] | None = None, **kwargs: Any
-) -> StepResult:
+def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None = None, **kwargs: Any) -> StepResult:
     """Take one optimizer step from the gradients at hand, or skip it as a whole.
 
     With an optimizer of :mod:`amp_wrapper.optim` it takes two passes over memory, and the host never waits: what happened
@@ -47,7 +45,7 @@ def take_step(
     Args:
         engine: Of the optimizer.
         clip: How to clip, after unscaling.
-        own_step: The optimizer's own ``step``, where another stands in front of it.
+        own: The optimizer's own ``step``, where another stands in front of it.
         **kwargs: For it. A closure is possible where there is no scale and no master; its gradients are not checked.
 
     Returns:
@@ -64,27 +62,29 @@ def take_step(
     def run() -> None:
         engine.in_own_step = True
         try:
-            (own_step or optimizer.step)(**kwargs)
+            (own or optimizer.step)(**kwargs)
         finally:
             engine.in_own_step = False
 
     _check(engine, kwargs)
     if engine.gradients.after_each_pass:
-        if engine.gradients.has_plain:
-            engine.gradients.drop_stepped()
         engine.check_rest()
     if kwargs.get('closure') is not None:
-        return _step_with_closure(engine, clip, run)
+        # its backward passes run inside the optimizer: there is nothing to unscale, and nobody to check
+        norm = None if clip is None else clip.apply(engine.params.parameters())
+        run()
+        engine.settle_buffers(None)
+        engine.is_accumulating = False
+        return _finish(engine, [0, 0], norm)
     engine.params.before_step()
     lists = engine.params.lists()
     for observer in engine.observers:
         observer.before_step(engine)
-    update = _gather(engine, optimizer, clip, lists) if isinstance(optimizer, FusedOptimizer) else None
-    if update is not None and isinstance(optimizer, FusedOptimizer):
+    if isinstance(optimizer, FusedOptimizer) and (update := _gather(engine, optimizer, clip, lists)) is not None:
         result = _step_fused(engine, optimizer, clip, update, run)
     else:
         result = _step_eager(engine, optimizer, clip, run)
-    engine.stage = Stage.READY
+    engine.is_accumulating = False
     for observer in engine.observers:
         observer.after_step(engine, result)
     engine.gradients.mark_stepped()
@@ -99,87 +99,87 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
     # an evaluation since the backward pass leaves gathered weights, which a step does not reach
     for group in engine.shard_groups:
         group.reshard()
-    if any(map(_in_backward, (engine, *engine.others))):
-        raise AmpUsageError(
-            'step() inside a "with amp.scale_loss(...)" block: gradients are still scaled there. Step after the block.'
-        )
+    if any(each.gradients.in_backward for each in (engine, *engine.others)):
+        raise AmpUsageError('step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.')
     if not params.have_fp32_values and engine.pairs_checked != fp32_values.pairs_made:
-        _check_late_masters(engine)
-    if kwargs.get('closure') is not None:
-        if scales.is_one and not params.have_fp32_values:
-            return
+        if fp32_values.paired(params.parameters()):
+            raise AmpUsageError(
+                f'step() at {engine.policy.opt_level}: the model was initialised again, and another optimizer steps FP32 '
+                f'masters of its weights by now: step that one, or a new one, of amp.initialize([], optimizer).'
+            )
+        engine.pairs_checked = fp32_values.pairs_made
+    has_closure, is_bare = kwargs.get('closure') is not None, scales.is_one and not params.have_fp32_values
+    if has_closure and not is_bare:
         raise AmpUsageError(
             f'step(closure=...) at {engine.policy.opt_level}: a closure would run backward passes that nobody unscales. '
             f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
         )
-    plain = scales.are_shared or (scales.is_one and not scales.check and not params.have_fp32_values)
-    if engine.stage is not Stage.ACCUMULATING and not plain:
-        raise AmpUsageError(
-            'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
-            'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
-        )
+    is_checked = not scales.are_shared and (scales.check or not is_bare)
+    if is_checked and not has_closure and not engine.is_accumulating:
+        raise AmpUsageError('step() without a backward() since the last step: call optim_wrapper.backward(loss) first.')
 
 
-def _check_late_masters(engine: Engine) -> None:
-    if any(fp32_values.pair_of(parameter) is not None for parameter in engine.params.parameters()):
-        raise AmpUsageError(
-            f'step() at {engine.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another optimizer '
-            f'steps, since the model was initialised again at another level. This one would round what it does to them. Step '
-            f'the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
-        )
-    engine.pairs_checked = fp32_values.pairs_made
+def refuse_direct_steps(engine: Engine) -> None:
+    """Refuse ``step()`` of the optimizer of an engine, and of those inside of it, while gradients wait for its own step.
 
+    Args:
+        engine: Not kept alive.
+    """
+    optimizer, reference = engine.optimizer, ref(engine)
+    assert optimizer is not None
+    kind = type(optimizer).__name__
 
-def _step_with_closure(engine: Engine, clip: GradientClip | None, run: Run) -> StepResult:
-    """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
-    norm = None if clip is None else clip.apply(engine.params.parameters())
-    run()
-    engine.settle_buffers(None)
-    engine.stage = Stage.READY
-    return _finish(engine, (0.0, 0.0, 0.0), norm)
+    def step(own_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is not None and found.awaits_step and not found.in_own_step:
+            raise AmpUsageError(
+                f'{kind}.step() beside the wrapper that holds it, whose gradients carry a scale or are not at masters yet: '
+                f'call optim_wrapper.step(). Steps in two parts, as those of SAM, train through amp.initialize.'
+            )
+        return own_step(*args, **kwargs)
+
+    for each in (optimizer, *inside(optimizer)):
+        put_in_front(each, 'step', step)
 
 
 # -- with an optimizer of this package ---------------------------------------------------------------------------------
 
 
-def _gather(engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, lists: StepLists) -> Update | None:
+def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLists) -> Update | None:
     """Return what a fused step does; None where this way cannot do it all.
 
     Raises:
-        AmpConfigError: A clipping that split masters cannot have.
-        AmpUsageError: What else split masters cannot have: hooks before the step, or a step without the compiled ops.
+        AmpUsageError: What split masters cannot have: some ways to clip, hooks before the step, no compiled ops.
     """
-    is_split, hooked = engine.policy.split_masters, has_pre_hooks(optimizer)
-    # nothing else can step split masters: what the fused step cannot do is refused
-    if is_split and clip is not None and not clip.fits_prologue:
-        raise AmpConfigError([clip.not_in_prologue])
-    if is_split and hooked:
-        raise AmpUsageError(
-            "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
-            '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
-            'master_weights=True.'
+    is_split = engine.policy.split_masters
+    problem = '' if clip is None else clip.not_fused
+    if has_pre_hooks(optimizer):
+        problem = (
+            "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled 16-bit "
+            'gradients, and what they write would come too late. Remove the hooks, or use master_weights=True.'
         )
-    if not engine.policy.enabled or hooked or (clip is not None and not clip.fits_prologue):
+    # nothing else can step split masters: what the fused step cannot do is refused
+    if is_split and problem:
+        raise AmpUsageError(problem)
+    if problem or not engine.policy.enabled:
         return None
     gradients = engine.gradients.to_step(lists)
-    there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
+    found = [grad for grad in gradients if grad is not None]
     # torch's clipping leaves frozen weights out
-    clips_frozen = clip is not None and not all(weight.requires_grad for weight, _ in there)
-    fits = optimizer.fuses and not any(grad.is_sparse for _, grad in there)
+    frozen = (grad for weight, grad in zip(lists.weights, gradients) if not weight.requires_grad)
+    clips_frozen = clip is not None and any(grad is not None for grad in frozen)
+    fits = optimizer.fuses and are_dense(found)
     if is_split and not fits:
         raise AmpUsageError(
-            f"master_weights='split': only the compiled ops step weights together with their remainders, and they serve "
-            f'neither {engine.device} here nor gradients that are sparse (ops: {ops.backend()}). Build them by amp-wrapper '
-            f'build-ops, or use master_weights=True.'
+            f"master_weights='split': only the compiled ops step both halves, and they serve neither {engine.device} here nor "
+            f'sparse gradients (ops: {ops.backend()}): build them by amp-wrapper build-ops, or write master_weights=True.'
         )
-    if not is_split and (clips_frozen or not fits or not there):
+    if not is_split and (clips_frozen or not fits or not found):
         return None
     return Update(gradients, lists.copies, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
 
 
-def _step_fused(
-    engine: Engine, optimizer: FusedOptimizer, clip: GradientClip | None, update: Update, run: Run
-) -> StepResult:
+def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: Update, run: Run) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
     scales, monitor = engine.scales, engine.monitor
     waits = scales.check and monitor.must_wait
@@ -188,42 +188,36 @@ def _step_fused(
     info = update.decision
     assert info is not None
     if engine.gradients.after_each_pass:
-        scales.update(engine.flags, engine.device, is_counted=True)
-        # the prologue was given no scale, for the gradients carry none
+        scales.update(engine.flags, is_counted=True)
+        # the op was given no scale, for the gradients carry none
         info[LOSS_SCALE] = scales.first.current_scale
     else:
         engine.flags.clear()
-    numbers = operator.itemgetter(SKIP, SKIPS, STREAK)(info.tolist()) if waits else None
+    numbers = info[SKIPS : STREAK + 1].tolist() if waits else None
     return _finish(engine, numbers, None if clip is None or clip.kind == 'value' else info[GRAD_NORM], info)
 
 
-def _decide(
-    engine: Engine, clip: GradientClip | None, gradients: Sequence[Tensor | None], found: Sequence[Tensor]
-) -> dict[str, Any]:
-    """Read the gradients once, for norm and flag; returns the prologue's arguments, from which it decides."""
+def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], found: Sequence[Tensor]) -> dict[str, Any]:
+    """Read the gradients once, for norm and flag; returns arguments of the op, which decides."""
     scales, flags, layout = engine.scales, engine.flags, engine.params.layout
     # unscaled after each backward pass, and checked there
     done = engine.gradients.after_each_pass
     flag = flags.of(0) if scales.check and not done else None
-    words: dict[str, Any] = {}
+    words: dict[str, Any] = {'counts': scales.steps.counts} if scales.check else {}
     if not done:
-        words = scales.first.prologue(flags.used[0])
-    elif scales.check:
-        words = {'counts': scales.steps.counts}
+        words |= scales.first.step_arguments(flags.used[0])
     if clip is not None:
-        words |= clip.prologue()
-    norm = None
+        words |= clip.step_arguments()
+    power = None
     if clip is not None and clip.kind == 'norm':
         if layout.groups:
-            there = [count for count, gradient in zip(layout.replicas, gradients) if gradient is not None]
-            norm = ShardNorm(clip, found, there, flag)
+            power = clip.power(gradients, layout.replicas, flag)
         else:
             words['norm'] = clip.norm(found, flag)
     elif flag is not None:
         ops.multi_tensor_isnonfinite(found, flag)
-    total = engine.agree(norm)
-    if total is not None:
-        words['norm'] = total
+    total = engine.agree(clip, power)
+    words |= {} if total is None else {'norm': total}
     if scales.check:
         words['found_inf'] = flags.skipped()
         engine.settle_buffers(words['found_inf'])
@@ -235,7 +229,7 @@ def _decide(
 # -- with any other optimizer ------------------------------------------------------------------------------------------
 
 
-def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None, run: Run) -> StepResult:
+def _step_eager(engine: Engine, optimizer: Optimizer, clip: Clip, run: Run) -> StepResult:
     """Unscale, find out, clip, step, copy, each in its turn. Syncs once, where the optimizer cannot read the flag itself."""
     scales, params = engine.scales, engine.params
     raises = clip is not None and clip.raises_on_nonfinite
@@ -243,19 +237,21 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
     if not engine.gradients.after_each_pass:
         engine.gradients.unscale(scales.first.inverse_scale(), engine.flags.of(0) if scales.check else None)
         # whatever fails from here on: they must not be unscaled again
-        engine.stage = Stage.READY
+        engine.is_accumulating = False
         engine.gradients.mark_stepped()
-    known = engine.agree(_shard_norm(engine, clip))
+    power, layout = None, params.layout
+    if clip is not None and clip.kind == 'norm' and clip.is_simple and layout.groups:
+        # torch clips no frozen ones
+        power = clip.power([p.grad if p.requires_grad else None for p in params.parameters()], layout.replicas, None)
+    known = engine.agree(clip, power)
     skip = engine.flags.skipped() if scales.check else None
     engine.settle_buffers(skip)
-    by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
-    late = None
-    if skip is not None and not by_flag:
-        late = LateRead(torch.cat([skip.double().reshape(1), scales.steps.counts[1:].double()]))
-    norm = None
-    if clip is not None and not waits and not raises:
-        # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
-        norm = clip.apply(params.parameters(), known)
+    # where somebody may ask for names, gradients stay as they are
+    is_careful = waits or raises
+    by_flag = skip is not None and not is_careful and takes_flag(optimizer)
+    late = None if skip is None or by_flag else LateRead(torch.stack([skip, *scales.steps.counts[1:].double()]))
+    # goes on while the flag is on its way
+    norm = None if clip is None or is_careful else clip.apply(params.parameters(), known)
     numbers = None if late is None else late.wait()
     skipped = numbers is not None and numbers[0] > 0
     # a dynamic scale learns from the overflow
@@ -265,62 +261,45 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: GradientClip | None,
             'error_if_nonfinite=False skips such steps where gradients are checked.'
         )
     if not skipped:
-        if clip is not None and norm is None:
+        if clip is not None and is_careful:
             norm = clip.apply(params.parameters(), known)
         with flagged(optimizer, skip) if by_flag and skip is not None else nullcontext():
             run()
         if params.have_fp32_values:
             params.write_weights()
-    scales.update(engine.flags, engine.device)
+    scales.update(engine.flags)
     # the counts were read before this step
-    now = None if numbers is None else (numbers[0], numbers[1] + skipped, (numbers[2] + 1) * skipped)
-    return _finish(engine, now, norm, skip=skip)
-
-
-def _shard_norm(engine: Engine, clip: GradientClip | None) -> ShardNorm | None:
-    """This rank's part of the norm of sharded gradients, which are unscaled by now; None where torch finds the norm."""
-    layout = engine.params.layout
-    if clip is None or clip.kind != 'norm' or not clip.is_simple or not layout.groups:
-        return None
-    found = zip(engine.params.parameters(), layout.replicas)
-    chosen = [(p.grad, count) for p, count in found if p.grad is not None and p.requires_grad]
-    return ShardNorm(clip, local([grad for grad, _ in chosen]), [count for _, count in chosen], None)
+    now = None if numbers is None else [numbers[1] + skipped, (numbers[2] + 1) * skipped]
+    return _finish(engine, now, norm)
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------
 
 
-def _finish(
-    engine: Engine,
-    numbers: Sequence[float] | None,
-    norm: Tensor | None,
-    info: Tensor | None = None,
-    skip: Tensor | None = None,
-) -> StepResult:
+def _finish(engine: Engine, numbers: list[float] | None, norm: Tensor | None, info: Tensor | None = None) -> StepResult:
     """Say what a step did, and count skips.
 
     Args:
         engine: Of the optimizer.
-        numbers: Whether it was skipped, the skips so far, and in a row; None where the host does not know.
+        numbers: The skips so far, and in a row up to this step; None where the host does not know.
         norm: Scalar, or None.
-        info: Of the prologue; None where it is put together here.
-        skip: float32 scalar, where there is no ``info``.
+        info: Of the op; None where it is put together here.
 
     Raises:
         OverflowStreakError: The limit of skips in a row is reached.
     """
     scales, monitor = engine.scales, engine.monitor
-    skipped = None if numbers is None else numbers[0] > 0
+    skipped = None if numbers is None else numbers[1] > 0
     if not scales.check:
         skipped = False
     elif numbers is None:
         monitor.pass_unseen()
-    elif monitor.record(numbers[0] > 0, int(numbers[1]), int(numbers[2]), scales.describe, engine.label):
-        _raise_streak(engine, int(numbers[2]))
+    elif monitor.record(int(numbers[0]), int(numbers[1]), engine.label):
+        _raise_streak(engine, int(numbers[1]))
     shows = {'grad_norm': norm is not None, 'loss_scale': scales.check and scales.is_dynamic, 'skips': scales.check}
     shown = tuple(name for name, is_shown in shows.items() if is_shown)
     if info is None and shown:
-        info = info_of(skip, norm, scales.first.current_scale, scales.steps.counts)
+        info = info_of(norm, scales.first.current_scale, scales.steps.counts)
     return StepResult(skipped, info if shown else None, shown)
 
 

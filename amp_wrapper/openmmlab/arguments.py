@@ -47,8 +47,8 @@ def resolve(
             f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
             "or 'hold' (they wait)."
         )
-    if options['master_weights'] == 'split' and clip is not None and not clip.fits_prologue:
-        problems.append(clip.not_in_prologue)
+    if options['master_weights'] == 'split' and clip is not None and clip.not_fused:
+        problems.append(clip.not_fused)
     problems += _check_parent(parent, [*own, *_PARENT_WORDS])
     if use_fsdp:
         problems.append(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..checkpoint import amp_part
 from ..compiler_internals import eager_block
-from ..engine import Engine, backward, before_forward, detach, forward_context, own_methods, take_step
+from ..engine import Engine, backward, before_forward, detach, forward_context, refuse_direct_steps, take_step
 from ..engine import attach as attach_engine
 from ..engine import state as engine_state
 from ..engine.flags import COLUMNS, StepResult
@@ -206,7 +206,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if not self._engine.attached:
             attaching.attach(self._engine, model, foreign)
-            own_methods.refuse_direct_steps(self._engine)
+            refuse_direct_steps(self._engine)
 
     def detach(self) -> None:
         """Give the model its FP32 weights (the masters) and the optimizer its own parameters. Under DDP, on every rank.
@@ -361,7 +361,7 @@ class AmpOptimWrapper(OptimWrapper):
             AmpCheckpointError: Names the key and what was expected.
         """
         state, _, _ = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        engine_state.check_state(self._engine, state)
+        engine_state.check_state(self.optimizer, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from our own checkpoints, those of mmengine's own wrappers or apex's; logs what cannot be kept.

@@ -35,7 +35,7 @@ def test_wrong_arguments_are_named_and_change_nothing() -> None:
         ((loss, copy.copy(optimizer)), 'was not initialised'),
         ((loss, []), 'empty'),
         ((loss, deep), 'optimizers=Sequential'),
-        ((loss, None), 'NoneType'),
+        ((loss, None), 'optimizers=None'),
         ((loss, [optimizer, off]), 'enabled=False'),
         *(((loss, optimizer, loss_id), f'loss_id={loss_id!r}') for loss_id in (2, -1, '0', None)),
         ((3.5, optimizer), 'float'),
@@ -279,3 +279,20 @@ def test_graph_of_gradients_is_refused_where_it_would_be_of_other_numbers(level:
         assert torch.equal(torch.autograd.grad(net.weight.grad.sum(), net.weight)[0], x)
     optimizer.step()
     assert torch.equal(net.state_dict()['weight'], torch.tensor([1.0, -2.0]) * (1 - 0.5 * x))
+
+
+def test_gradients_that_share_memory_are_refused() -> None:
+    """They would be unscaled twice."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    amp.initialize([first, second], optimizer, opt_level='O1', loss_scale=128.0, verbosity=0)
+    loss = (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).float().sum()
+
+    def tie() -> None:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            second.weight.grad = first.weight.grad
+
+    with pytest.raises(AmpUsageError, match=r'begin at one address.*clone'):
+        tie()
+    assert all(parameter.grad is None for parameter in first.parameters())

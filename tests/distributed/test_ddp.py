@@ -139,7 +139,7 @@ def _inner(here: Here) -> tuple[nn.Module, ...]:
 
 
 REFUSED = {
-    'casts the model itself': _mixed,
+    'with mixed_precision or delayed': _mixed,
     'is no DistributedDataParallel': _foreign,
     'hand over the wrapped model': _inner,
 }

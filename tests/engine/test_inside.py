@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from toy_training import SCALED, Net, Training, batch
 
 from amp_wrapper import FusedAdamW, FusedSGD, ops
-from amp_wrapper.engine.flags import Flags
-from amp_wrapper.engine.host_read import LateRead
+from amp_wrapper.engine.flags import Flags, LateRead
 
 
 def addresses(value: Any) -> list[int]:

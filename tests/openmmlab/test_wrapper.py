@@ -159,7 +159,7 @@ def test_models_and_optimizers_that_cannot_be_taken() -> None:
     with pytest.raises(AmpAttachError, match='already carries casts'):
         second.attach(model)
     assert copy.deepcopy(second).opt_level == 'O2'
-    with pytest.raises(AmpUsageError, match='attached wrapper cannot be copied'):
+    with pytest.raises(AmpUsageError, match='an attached wrapper cannot be copied'):
         copy.deepcopy((model, first))
     first.optimizer.add_param_group(dict(params=[model.fc.weight]))
     with pytest.raises(AmpUsageError, match=r'fc\.weight was added to the optimizer a second time'):
