@@ -17,8 +17,8 @@ from ..casting import fp32_values
 from ..casting.masters import StepLists
 from ..compiler_internals import untraced
 from ..errors import AmpUsageError, OverflowStreakError, some
+from ..ops.attributes import are_strided
 from ..optim.fused import FusedOptimizer, Update
-from ..optim.tensors import are_dense
 from .clipping import GradientClip
 from .engine import Engine
 from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
@@ -168,7 +168,7 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     # torch's clipping leaves frozen weights out
     frozen = (grad for weight, grad in zip(lists.weights, gradients) if not weight.requires_grad)
     clips_frozen = clip is not None and any(grad is not None for grad in frozen)
-    fits = optimizer.fuses and are_dense(found)
+    fits = optimizer.fuses and are_strided(found)
     if is_split and not fits:
         raise AmpUsageError(
             f"master_weights='split': only the compiled ops step both halves, and they serve neither {engine.device} here nor "
@@ -186,7 +186,10 @@ def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: U
     with optimizer.updating(update):
         run()
     info = update.decision
-    assert info is not None
+    if info is None:
+        raise AmpUsageError(
+            'parameters are not what the compiled ops stepped before: nothing was changed, step once more.'
+        )
     if engine.gradients.after_each_pass:
         scales.update(engine.flags, is_counted=True)
         # the op was given no scale, for the gradients carry none

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shards import is_sharded
+from ..torch_internals import is_traceable_wrapper_subclass
+
 
 def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two lists hold the same objects in the same order. ``==`` would compare the tensors' values, and sync."""
@@ -24,6 +27,14 @@ def versions(tensors: Sequence[Tensor | None]) -> list[int]:
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Where the memory of each tensor begins."""
     return list(map(Tensor.data_ptr, tensors))
+
+
+def places(tensors: Sequence[Tensor]) -> list[Any]:
+    """Where the memory of each tensor begins; and how each lies there, where not all are contiguous."""
+    found: list[Any] = addresses(tensors)
+    if not all(map(Tensor.is_contiguous, tensors)):
+        found += [(tensor.shape, tensor.stride()) for tensor in tensors]
+    return found
 
 
 def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -45,3 +56,24 @@ def set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | No
 def float32_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A dense float32 tensor like each, whose memory nobody has written to."""
     return [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor fill its memory, in whatever order; of a sharded one, those of this rank."""
+    is_plain = is_sharded(tensor) or not is_traceable_wrapper_subclass(tensor)
+    return is_plain and (tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride())
+
+
+def are_strided(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether no gradient is sparse; None is none."""
+    return {gradient.layout for gradient in gradients if gradient is not None} <= {torch.strided}
+
+
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor of its shape that lies where another one does, with the same strides; a copy where it does not."""
+    if tensor.shape != other.shape or (tensor.device, tensor.stride()) == (other.device, other.stride()):
+        return tensor
+    return torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from ..ops.attributes import addresses, gradients, same
+from ..ops.attributes import are_strided, gradients, like, places, same
 from ..policy.levels import to_dtype
 from ..policy.nested import parameters_of
 from ..shards import any_sharded, local, local_like, whole
 from ..torch_internals import step_without_hooks
-from .tensors import are_dense, count_of, like, served_by_ops, served_by_torch
+from .tensors import count_of, lay_out, served_by_ops, served_by_torch
 
 Tensors = Sequence[Tensor]
 
@@ -70,14 +70,16 @@ class FusedOptimizer(Optimizer):
     #: The state with an entry for each element.
     _moments: ClassVar[tuple[str, ...]]
 
-    _state_dtype: torch.dtype | None = None
+    #: Type of the moments in a step of the compiled ops. torch's own steps keep them in the type of the parameter.
+    state_dtype: torch.dtype = torch.float32
+
     _update: Update | None = None
-    # whether the compiled ops serve the parameters, and where they lay when their state was last fit to torch's steps; None for
-    # "ask again"
+    # whether the compiled ops serve the parameters; None for "ask again"
     _is_served: bool | None = None
-    _places: list[int] | None = None
-    # what served_by_torch says of each group
-    _plain: Sequence[bool | None] = ()
+    # of torch's last step: where the parameters lay, which groups it serves, and which of these it fused
+    _places: list[Any] | None = None
+    _served: Sequence[bool] = ()
+    _fused: Sequence[bool] = ()
 
     # -- what the classes differ in ----------------------------------------------------------------------------------
 
@@ -111,14 +113,9 @@ class FusedOptimizer(Optimizer):
                 )
         if problems:
             raise AmpConfigError(problems)
-        self._state_dtype = dtype
+        self.state_dtype = dtype or torch.float32
 
     # -- who takes the step ------------------------------------------------------------------------------------------
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Type of the moments in a fused step. torch's own steps keep them in the type of the parameter."""
-        return self._state_dtype or torch.float32
 
     @property
     def fuses(self) -> bool:
@@ -130,29 +127,28 @@ class FusedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and reads no flag."""
-        groups = self.param_groups
-        return self.fuses or all(self._torch_fuses(group, served_by_torch(group['params'])) for group in groups)
+        if self.fuses:
+            return are_strided(gradients(parameters_of(self)))
+        return all(served_by_torch(group['params']) and self._torch_fuses(group) for group in self.param_groups)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignore what torch's constructor sets."""
 
-    def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool | None) -> bool:
-        """Return whether torch's fused step takes a group, and computes what it should.
+    def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool = False) -> bool:
+        """Return whether torch's fused step of a group whose parameters it serves computes what it should.
 
         Args:
             group: Of parameters and options.
-            is_plain: What :func:`served_by_torch` says of the parameters.
+            is_plain: Whether it is known that the parameters are contiguous.
         """
-        if is_plain is None or not self._knows(group):
-            return False
         params, found = group['params'], gradients(group['params'])
         grads = [grad for grad in found if grad is not None]
         # it looks at no strides, and walks through memory; sparse gradients are not contiguous
-        if is_plain and all(map(Tensor.is_contiguous, grads)):
-            return True
+        if all(map(Tensor.is_contiguous, grads)) and (is_plain or all(map(Tensor.is_contiguous, params))):
+            return self._knows(group)
         beside = [parameter.stride() for parameter, grad in zip(params, found) if grad is not None]
-        return are_dense(grads) and beside == [grad.stride() for grad in grads]
+        return are_strided(grads) and beside == [grad.stride() for grad in grads] and self._knows(group)
 
     @contextmanager
     def updating(self, update: Update) -> Iterator[None]:
@@ -192,7 +188,7 @@ class FusedOptimizer(Optimizer):
             if update is not None:
                 update.decision = self._step_fused(params, update.gradients, update.partners, update.decide)
                 update.written()
-            elif not self.fuses or self._step_fused(params, gradients(params)) is None:
+            elif params and (not self.fuses or self._step_fused(params, gradients(params)) is None):
                 self._step_by_torch(params)
         return loss
 
@@ -224,13 +220,11 @@ class FusedOptimizer(Optimizer):
         rest = decision, hyper, table, rates, rated
         try:
             self._call(found, here, columns, [] if same(beside, here) else beside, *rest, **given)
-        except ValueError as error:
+        except ValueError:
             # nothing was written: something is sparse, or lies in other ways than its parameter
-            self._is_served, who = None, type(self).__name__
-            if not self.fuses or not are_dense(found):
-                if decide is None:
-                    return None
-                raise AmpUsageError(f'{who}: {error} Nothing was changed; torch.optim takes the next step.') from error
+            self._is_served = None
+            if not self.fuses or not are_strided(found):
+                return None
             found, is_split = [like(g, p) for g, p in zip(found, here)], any(b.dtype is torch.int16 for b in beside)
             # as parameters are, which may have been replaced
             for parameter, name in itertools.product(params, self._names()):
@@ -238,21 +232,24 @@ class FusedOptimizer(Optimizer):
                 state[name] = (count_of if name == 'step' else like)(state[name], parameter)
             try:
                 self._call(found, here, self._columns(params, part), beside if is_split else [], *rest, **given)
-            except ValueError as again:
-                raise AmpUsageError(f'{who}: {again} Nothing was changed. Remove state that does not fit.') from again
-            ops.multi_tensor_copy(here, beside if not is_split and beside else here)
+            except ValueError as error:
+                raise AmpUsageError(f'{error} Nothing was changed. Remove state that does not fit.') from error
+            if beside and not is_split:
+                ops.multi_tensor_copy(here, beside)
+        # torch's steps want moments of other types
+        self._places = None
         return decision
 
     def _columns(self, params: list[Tensor], part: Callable[..., list[Tensor]]) -> dict[str, list[Tensor]]:
         """Return the state of parameters, by name, or of it this rank's part; what is missing is begun."""
-        states = list(self.state.values())
-        if not same(list(self.state), params):
+        names, states = self._names(), list(self.state.values())
+        if names and not same(list(self.state), params):
             states = [self.state[parameter] for parameter in params]
         try:
-            found = {name: [state[name] for state in states] for name in self._names()}
+            found = {name: [state[name] for state in states] for name in names}
         except KeyError:
             for parameter, state in zip(params, states):
-                for name in [name for name in self._names() if name not in state]:
+                for name in [name for name in names if name not in state]:
                     zeros = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
                     state[name] = count_of(0.0, parameter) if name == 'step' else zeros
             return self._columns(params, part)
@@ -273,11 +270,8 @@ class FusedOptimizer(Optimizer):
                 shown = {name: value for name, value in group.items() if name != 'params'}
                 raise AmpUsageError(f'param_groups[{index}] holds {shown}: numbers are expected ({error}).') from error
         if len(rates) < len(rows) and device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
-            warnings.warn(
-                "the learning rate of a captured step is a number, which later replays keep: give param_groups[i]['lr'] a "
-                'tensor on the device, which schedulers fill.',
-                stacklevel=2,
-            )
+            text = "a captured step keeps a learning rate that is a number: give param_groups[i]['lr'] a tensor on the device."
+            warnings.warn(text, stacklevel=2)
         return torch.tensor(rows, dtype=torch.float64), rates, rated
 
     def _scaling(self, device: torch.device) -> dict[str, Tensor]:
@@ -292,26 +286,28 @@ class FusedOptimizer(Optimizer):
 
     def _step_by_torch(self, params: Tensors) -> None:
         """Take the step of the class of ``torch.optim``, fused in those groups where torch can."""
-        if self._state_dtype is torch.bfloat16 and any(p.dtype is torch.float32 for p in params):
+        if self.state_dtype is torch.bfloat16 and self._names() and any(p.dtype is torch.float32 for p in params):
             raise AmpUsageError(
-                f"{type(self).__name__}(state_dtype='bfloat16'): torch has no such step, and the compiled ops do not serve "
-                f'{params[0].device} and these options. Build them by amp-wrapper build-ops, or leave state_dtype out.'
+                f"{type(self).__name__}(state_dtype='bfloat16'): torch has no such step, and the compiled ops do not take it "
+                f'(ops: {ops.backend()}). Build them by amp-wrapper build-ops, or leave state_dtype out.'
             )
-        places = addresses(params)
-        if places != self._places:
-            # torch's steps take moments of the types and layouts of parameters
-            for parameter, state in self.state.items():
-                for name in self._moments:
-                    if state.get(name) is not None:
-                        state[name] = like(state[name].to(parameter.dtype), parameter)
-            self._places, self._plain = places, [served_by_torch(group['params']) for group in self.param_groups]
+        now, before = places(params), [group['fused'] for group in self.param_groups]
+        if now != self._places:
+            self._served = [served_by_torch(group['params']) for group in self.param_groups]
+        is_plain = len(now) == len(params)
+        fused = [
+            served and self._torch_fuses(group, is_plain) for served, group in zip(self._served, self.param_groups)
+        ]
+        if now != self._places or fused != self._fused:
+            for group, is_fused in zip(self.param_groups, fused):
+                lay_out(self.state, group['params'], self._moments, is_fused)
+            self._places, self._fused = now, fused
         # torch's kernels compare the flag with 1
         for name, value in self._scaling(params[0].device).items():
             setattr(self, 'grad_scale' if name == 'scale' else name, value)
-        before = [group['fused'] for group in self.param_groups]
-        for group, is_plain in zip(self.param_groups, self._plain):
-            group['fused'] = self._torch_fuses(group, is_plain)
-            if group['fused']:
+        for group, is_fused in zip(self.param_groups, fused):
+            group['fused'] = is_fused
+            if is_fused:
                 self._begin(group)
         try:
             step_without_hooks(self._torch)(self)
@@ -327,7 +323,7 @@ class FusedOptimizer(Optimizer):
         self._is_served = self._places = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), '_state_dtype': self._state_dtype}
+        return {**super().__getstate__(), 'state_dtype': self.state_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

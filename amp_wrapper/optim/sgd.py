@@ -64,7 +64,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         has_momentum, begins_at_0 = group['momentum'] != 0, group['momentum'] == 0 or group['dampening'] == 0
         return super()._knows(group) and begins_at_0 and has_momentum == (self.param_groups[0]['momentum'] != 0)
 
-    def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool | None) -> bool:
+    def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool = False) -> bool:
         # torch has no fused step of sharded parameters
         return super()._torch_fuses(group, is_plain) and not any_sharded(group['params'])
 

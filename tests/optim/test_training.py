@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
-from fused_training import KINDS, THEIRS, TRAININGS, OpCount, Training, advance, agree, build, weights
+from fused_training import KINDS, MOMENTUM, THEIRS, TRAININGS, OpCount, Training, advance, agree, build, weights
 from op_lists import ops_from, skip_without_library
 from torch import Tensor, nn
 
-from amp_wrapper import AmpOptimWrapper, AmpUsageError, FusedSGD, ops
+from amp_wrapper import AmpOptimWrapper, AmpUsageError, FusedAdamW, FusedSGD, ops
 
 both = pytest.mark.usefixtures('with_and_without_ops')
 trainings = pytest.mark.parametrize(('setting', 'door', 'kind'), TRAININGS)
@@ -170,6 +170,84 @@ def test_layouts_may_change_between_steps(device: torch.device) -> None:
             # the steps of torch that are not fused round to 16 bits in between, and in another order
             limit = 1e-6 if is_ours or dtype is not torch.bfloat16 else 1e-2
             torch.testing.assert_close(ours, plain, rtol=limit, atol=limit)
+
+
+@both
+def test_memory_between_elements_is_left_alone(device: torch.device) -> None:
+    for kind, dtype in itertools.product(KINDS, (torch.float32, torch.float64)):
+        memory, gradient = torch.ones(4, 5, device=device, dtype=dtype), torch.rand(4, 5, device=device, dtype=dtype)
+        ours, plain = nn.Parameter(memory[:, :3]), nn.Parameter(memory[:, :3].clone())
+        optimizers = [build(kind, [parameter]) for parameter in (ours, plain)]
+        for _ in range(3):
+            ours.grad, plain.grad = gradient[:, :3], gradient[:, :3].clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+        assert torch.equal(memory[:, 3:], torch.ones_like(memory[:, 3:]))
+
+
+@both
+def test_parameters_may_be_replaced_by_views_and_shapes_are_checked(device: torch.device) -> None:
+    for kind, (cls, options) in KINDS.items():
+        mine, theirs = (nn.Parameter(torch.linspace(-1, 1, 16, device=device).view(4, 4)) for _ in range(2))
+        optimizers = build(kind, [mine]), THEIRS[cls]([theirs], foreach=False, **options)
+        for turned, (parameter, optimizer) in itertools.product((False, True), zip((mine, theirs), optimizers)):
+            parameter.grad = None
+            parameter.data = parameter.data.t() if turned else parameter.data
+            parameter.grad = torch.linspace(-1, 2, 16, device=device).view(4, 4)
+            optimizer.step()
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+        if kind != 'sgd':
+            mine.grad, mine.data = None, torch.ones(40000, device=device)
+            mine.grad = torch.ones(40000, device=device)
+            for _ in range(2):
+                with pytest.raises(AmpUsageError, match='emove state'):
+                    optimizers[0].step()
+            assert torch.equal(mine.detach(), torch.ones(40000, device=device))
+
+
+@both
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O4', 'scaler'])
+def test_sparse_gradients_take_the_steps_of_torch(level: str, device: torch.device) -> None:
+    found = []
+    for cls in (FusedSGD, torch.optim.SGD):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)).to(device)
+        optimizer, x = cls(model.parameters(), **MOMENTUM), torch.tensor([1, 2, 1], device=device)
+        scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+        wrapper = None if level == 'scaler' else AmpOptimWrapper(optimizer=optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            if wrapper is None:
+                optimizer.zero_grad()
+                scaler.scale(model(x).square().sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                continue
+            with wrapper.optim_context(model):
+                loss = model(x).float().square().sum()
+            wrapper.update_params(loss)
+        found.append([parameter.detach().float() for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_steps_of_torch_and_of_the_ops_may_alternate(device: torch.device) -> None:
+    """They begin moments of other types."""
+    skip_without_library(device)
+    mine = weights(device, torch.bfloat16)
+    optimizer = FusedAdamW([dict(params=mine[:1]), dict(params=mine[1:], amsgrad=True)], lr=0.01)
+    advance(optimizer, seeds=[0])
+    optimizer.param_groups[1]['amsgrad'] = False
+    for parameter in mine[1:]:
+        optimizer.state.pop(parameter)
+    advance(optimizer, seeds=[1])
+    assert optimizer.state[mine[1]]['exp_avg'].dtype is torch.float32
+    optimizer.param_groups[1]['amsgrad'] = True
+    for parameter in mine[1:]:
+        optimizer.state[parameter]['max_exp_avg_sq'] = torch.zeros_like(parameter)
+    before = [parameter.detach().clone() for parameter in mine]
+    advance(optimizer, seeds=[2])
+    assert optimizer.state[mine[1]]['exp_avg'].dtype is torch.bfloat16
+    assert not any(map(same_bits, before, mine))
 
 
 @both
