@@ -171,8 +171,9 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     fits = optimizer.fuses and are_strided(found)
     if is_split and not fits:
         raise AmpUsageError(
-            f"master_weights='split': only the compiled ops step both halves, and they serve neither {engine.device} here nor "
-            f'sparse gradients (ops: {ops.backend()}): build them by amp-wrapper build-ops, or write master_weights=True.'
+            f"master_weights='split': only the compiled ops step both halves (ops: {ops.backend()}), and not on "
+            f'{engine.device}, with these options of {type(optimizer).__name__}, or with sparse gradients. Build them by '
+            f'amp-wrapper build-ops where they are missing, or write master_weights=True.'
         )
     if not is_split and (clips_frozen or not fits or not found):
         return None

@@ -117,9 +117,10 @@ def _step(name: str, *arguments: Any, **given: Any) -> None:
     """Call a compiled step. What the dispatcher has no kernel for is refused as the kernels refuse what does not fit."""
     try:
         getattr(torch.ops.amp_wrapper, name).default(*arguments, **given)
-    except NotImplementedError as error:
+    except (AttributeError, NotImplementedError) as error:
         raise ValueError(
-            f'{name} takes dense tensors of one device that the library serves: one is sparse, or lies elsewhere.'
+            f'{name} takes dense tensors of one device that the library serves: one is sparse, or lies elsewhere, or there is '
+            f'no library (ops: {backend()}).'
         ) from error
 
 
@@ -164,9 +165,9 @@ def fused_adam(
         groups: int64 (parameters,) on the CPU: the row of ``hyper`` of each parameter.
         rates: float32 scalars on the device that stand in for the lr of some groups.
         rated: These groups.
-        **given: ``found_inf``, float32 scalar: the step is skipped where it is above 0, None for never; ``learned``: likewise,
-            whether the scale was too large, None for ``found_inf``; ``norm``, float32 scalar: the norm of the gradients as they
-            are, which is multiplied by the inverse scale; ``scale``, float32 scalar: the loss scale, None for 1;
+        **given: ``found_inf``, float32 scalar: the step is skipped where it is above 0, None for never; ``learned``: the same
+            for the scale, which falls where it is above 0, None for ``found_inf``; ``norm``, float32 scalar: the norm of the
+            gradients as they are, which is multiplied by the inverse scale; ``scale``, float32 scalar: the loss scale, None for 1;
             ``growth_tracker``, ``hysteresis_tracker``: int32 scalars; ``counts``, int64 (3,): steps decided on, steps skipped,
             skips in a row; ``rule``: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, empty
             for a scale that stays; ``max_norm``, ``clip_value``: limits, or None. What a rule moves is written, and ``counts``.

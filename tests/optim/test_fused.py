@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +19,8 @@ import pytest
 import torch
 from bits import same, same_bits
 from fused_training import KINDS, MOMENTUM, NEWER, THEIRS, advance, build, give, snapshot, weights
+from hypothesis import given
+from hypothesis import strategies as st
 from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
 from op_lists import NoHostRead, ops_from, skip_without_library
@@ -63,6 +66,46 @@ def test_steps_are_those_of_torch(device: torch.device) -> None:
         assert all(moment.dtype is dtype for moment in moments) and isinstance(ours, THEIRS[cls])
         assert set(ours.param_groups[0]) - NEWER == set(own.param_groups[0]) - NEWER
         assert set(ours.state[mine[0]]) - {'step'} == set(own.state[theirs[0]]) - {'step'}
+
+
+def distance(found: Tensor, exact: Tensor, before: Tensor) -> float:
+    """The largest difference in units in the last place of the larger one of the weight before and after."""
+    largest = torch.maximum(exact.abs(), before.double().abs()).clamp(min=torch.finfo(found.dtype).tiny)
+    unit = torch.exp2(largest.log2().floor()) * torch.finfo(found.dtype).eps
+    return float(((found.double() - exact).abs() / unit).max()) if found.numel() else 0.0
+
+
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=4),
+    begun=st.integers(0, 3),
+    setting=st.sampled_from(['', 'torch']),
+)
+def test_step_is_as_near_to_float64_as_its_type_allows(
+    device: torch.device, kind: str, dtype: torch.dtype, sizes: list[int], begun: int, setting: str
+) -> None:
+    """Rounded once to 16 bits; in float32 within 16 units in the last place, which a momentum that cancels may lose."""
+    with ops_from(setting):
+        # torch's own steps round 16-bit moments
+        if dtype is not torch.float32 and not (ops.serves(device) and kind != 'dampened'):
+            return
+        cls, options = KINDS[kind]
+        draw = torch.Generator().manual_seed(sum(sizes))
+        mine = [nn.Parameter(torch.randn(size, generator=draw).to(device, dtype)) for size in sizes]
+        ours = cls(mine, **options)
+        advance(ours, seeds=range(begun))
+        before = [parameter.detach().clone() for parameter in mine]
+        exact = [nn.Parameter(parameter.double()) for parameter in before]
+        theirs = torchs(cls)(exact, **options)
+        theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+        give(mine, begun)
+        for parameter, weight in zip(exact, mine):
+            parameter.grad = weight.grad.double()
+        ours.step()
+        theirs.step()
+        limit = 16.0 if dtype is torch.float32 else 0.51
+        assert max(map(distance, (p.detach() for p in mine), (p.detach() for p in exact), before)) <= limit
 
 
 Edit = Callable[[Any, list[nn.Parameter]], Any]
@@ -409,3 +452,19 @@ def test_schedulers_hooks_profiles_and_closures_are_those_of_torch(device: torch
     scheduler.step()
     assert calls == [3] and optimizer.param_groups[0]['lr'] == pytest.approx(0.075)
     assert 'Optimizer.step#FusedAdamW.step' in {event.key for event in profile.key_averages()}
+
+
+def test_captured_step_warns_of_a_rate_that_is_a_number(device: torch.device) -> None:
+    skip_without_library(device)
+    if device.type != 'cuda':
+        pytest.skip('needs CUDA graphs: pytest --device cuda')
+    mine = weights(device)
+    give(mine, 0)
+    optimizers = [FusedAdamW(mine, lr=lr) for lr in (0.1, torch.tensor(0.1, device=device))]
+    advance(*optimizers, seeds=[0])
+    give(mine, 1)
+    for index, optimizer in enumerate(optimizers):
+        with warnings.catch_warnings(record=True) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            warnings.simplefilter('always')
+            optimizer.step()
+        assert any('captured step' in str(each.message) for each in caught) == (index == 0)
