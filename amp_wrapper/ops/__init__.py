@@ -167,10 +167,11 @@ def fused_adam(
         rated: These groups.
         **given: ``found_inf``, float32 scalar: the step is skipped where it is above 0, None for never; ``learned``: the same
             for the scale, which falls where it is above 0, None for ``found_inf``; ``norm``, float32 scalar: the norm of the
-            gradients as they are, which is multiplied by the inverse scale; ``scale``, float32 scalar: the loss scale, None for 1;
-            ``growth_tracker``, ``hysteresis_tracker``: int32 scalars; ``counts``, int64 (3,): steps decided on, steps skipped,
-            skips in a row; ``rule``: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale, empty
-            for a scale that stays; ``max_norm``, ``clip_value``: limits, or None. What a rule moves is written, and ``counts``.
+            gradients as they are, which is multiplied by the inverse scale; ``scale``, float32 scalar: the loss scale, None
+            for 1; ``growth_tracker``, ``hysteresis_tracker``: int32 scalars; ``counts``, int64 (3,): steps decided on, steps
+            skipped, skips in a row; ``rule``: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+            empty for a scale that stays; ``max_norm``, ``clip_value``: limits, or None. What a rule moves is written, and
+            ``counts``.
 
     Raises:
         ValueError: Lists that do not pair up; types, shapes, layouts or devices that do not fit. Nothing is written then.
