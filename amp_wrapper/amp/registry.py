@@ -5,6 +5,7 @@ All references are weak: a session lives as long as one of its optimizers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -116,8 +117,12 @@ class Registry:
                 f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy of an optimizer is. Hand '
                 f'over every optimizer first: amp.initialize(model, optimizer), or amp.initialize([], optimizer) later on.'
             )
-        sessions = [(optimizer, self.session_of(optimizer)) for optimizer in given]
-        engines: list[Engine] = [session.engine(optimizer) for optimizer, session in sessions if session is not None]
+        engines: list[Engine] = []
+        for optimizer in given:
+            session = self.session_of(optimizer)
+            if session is not None:
+                session.thread = threading.get_ident()
+                engines.append(session.engine(optimizer))
         if 0 < len(engines) < len(given):
             raise AmpUsageError('optimizers with enabled=False beside enabled ones: scale their losses apart.')
         return list(dict.fromkeys(engines))
@@ -182,10 +187,14 @@ class Registry:
             looked_at: Weights whose gradients ``torch.autograd.grad`` may take, to be put into ``.grad`` later.
             foreign: Whether to look at what other optimizers step as well.
         """
-        # where no block of its session unscales: other sessions, and parameters of its own models that no optimizer has yet
+        # where no block of its session unscales: other sessions, of which one that another thread uses may have gradients under
+        # way, and parameters of its own models that no optimizer has yet
         found: list[Tensor] = [*self._foreign] if foreign else []
         for session in self._alive():
-            found += session.unheld if engine in session.engines else session.weights()
+            if engine in session.engines:
+                found += session.unheld
+            elif session.thread == threading.get_ident():
+                found += session.weights()
         mine = {id(weight) for each in (engine, *engine.others) for weight in each.weights()} if found else ()
         before = [(p, p.grad, p.grad is not None and p.grad._version) for p in found if id(p) not in mine]
         with ExitStack() as hooks:

@@ -6,6 +6,7 @@ Nothing that outlives a step may hold an engine; hooks in the graph of a loss wo
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -50,6 +51,8 @@ class Session:
         self.engines = [Engine(policy, ref(optimizer), self.scalers) for optimizer in optimizers]
         # infos of steps that nobody waited for
         self._unread: list[tuple[Engine, LateRead]] = []
+        #: The thread that used this session last.
+        self.thread = threading.get_ident()
         # before masters stand in the place of their weights
         theirs = list(registry.models_of(optimizers)) if not models else []
         self.casts = attach_together(self.engines, models, policy, sharding)

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import itertools
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -296,3 +298,33 @@ def test_gradients_that_share_memory_are_refused() -> None:
     with pytest.raises(AmpUsageError, match=r'begin at one address.*clone'):
         tie()
     assert all(parameter.grad is None for parameter in first.parameters())
+
+
+def test_trainings_on_threads_of_their_own_leave_each_other_alone() -> None:
+    """A block looks at gradients of other sessions of its thread; those of another thread may be under way."""
+    together = threading.Barrier(2, timeout=60)
+    runs = []
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        runs.append(
+            amp.initialize(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level='O1', loss_scale=8.0, verbosity=0
+            )
+        )
+
+    def train(run: Any) -> bool:
+        model, optimizer = run
+        for _ in range(3):
+            optimizer.zero_grad()
+            together.wait()
+            with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                # what the other thread has brought by now carries its scale
+                together.wait()
+            together.wait()
+            optimizer.step()
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        # each session is known to be of its thread from its first block on
+        assert all(pool.map(train, runs))
