@@ -128,7 +128,9 @@ def test_first_config_can_be_typed_from_top_to_bottom(tmp_path: Path) -> None:
         assert run.returncode == 0 and wanted <= printed, f'{command}\n{run.stdout[-3000:]}{run.stderr[-3000:]}'
 
 
-MODULES = ['amp_wrapper', *(m.name for m in pkgutil.walk_packages(amp_wrapper.__path__, 'amp_wrapper.'))]
+FOUND = ['amp_wrapper', *(module.name for module in pkgutil.walk_packages(amp_wrapper.__path__, 'amp_wrapper.'))]
+# a library of ops is no module
+MODULES = [name for name in FOUND if '.amp_ops_' not in name]
 
 
 def test_docstring_examples_run() -> None:
