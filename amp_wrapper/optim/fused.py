@@ -76,10 +76,10 @@ class FusedOptimizer(Optimizer):
     _update: Update | None = None
     # whether the compiled ops serve the parameters; None for "ask again"
     _is_served: bool | None = None
-    # of torch's last step: where the parameters lay, which groups it serves, and which of these it fused
+    # for torch's steps: where the parameters lay, which groups it serves, and which fused ones the state is laid out for
     _places: list[Any] | None = None
     _served: Sequence[bool] = ()
-    _fused: Sequence[bool] = ()
+    _laid_out: Sequence[bool] = ()
 
     # -- what the classes differ in ----------------------------------------------------------------------------------
 
@@ -127,13 +127,21 @@ class FusedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and reads no flag."""
-        if self.fuses:
-            return are_strided(gradients(parameters_of(self)))
-        return all(served_by_torch(group['params']) and self._torch_fuses(group) for group in self.param_groups)
+        params = parameters_of(self)
+        return are_strided(gradients(params)) if self.fuses else all(self._fused_by_torch(params))
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignore what torch's constructor sets."""
+
+    def _fused_by_torch(self, params: Tensors) -> list[bool]:
+        """Return of each group whether torch's step of it is fused."""
+        now = places(params)
+        if now != self._places:
+            self._places, self._laid_out = now, ()
+            self._served = [served_by_torch(group['params']) for group in self.param_groups]
+        is_plain = len(now) == len(params)
+        return [served and self._torch_fuses(group, is_plain) for served, group in zip(self._served, self.param_groups)]
 
     def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool = False) -> bool:
         """Return whether torch's fused step of a group whose parameters it serves computes what it should.
@@ -291,17 +299,11 @@ class FusedOptimizer(Optimizer):
                 f"{type(self).__name__}(state_dtype='bfloat16'): torch has no such step, and the compiled ops do not take it "
                 f'(ops: {ops.backend()}). Build them by amp-wrapper build-ops, or leave state_dtype out.'
             )
-        now, before = places(params), [group['fused'] for group in self.param_groups]
-        if now != self._places:
-            self._served = [served_by_torch(group['params']) for group in self.param_groups]
-        is_plain = len(now) == len(params)
-        fused = [
-            served and self._torch_fuses(group, is_plain) for served, group in zip(self._served, self.param_groups)
-        ]
-        if now != self._places or fused != self._fused:
+        fused, before = self._fused_by_torch(params), [group['fused'] for group in self.param_groups]
+        if fused != self._laid_out:
             for group, is_fused in zip(self.param_groups, fused):
                 lay_out(self.state, group['params'], self._moments, is_fused)
-            self._places, self._fused = now, fused
+            self._laid_out = fused
         # torch's kernels compare the flag with 1
         for name, value in self._scaling(params[0].device).items():
             setattr(self, 'grad_scale' if name == 'scale' else name, value)
