@@ -161,14 +161,15 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     # nothing else can step split masters: what the fused step cannot do is refused
     if is_split and problem:
         raise AmpUsageError(problem)
-    if problem or not engine.policy.enabled:
+    fuses = optimizer.fuses
+    if problem or not engine.policy.enabled or not (fuses or is_split):
         return None
     gradients = engine.gradients.to_step(lists)
     found = [grad for grad in gradients if grad is not None]
     # torch's clipping leaves frozen weights out
     frozen = (grad for weight, grad in zip(lists.weights, gradients) if not weight.requires_grad)
     clips_frozen = clip is not None and any(grad is not None for grad in frozen)
-    fits = optimizer.fuses and are_strided(found)
+    fits = fuses and are_strided(found)
     if is_split and not fits:
         raise AmpUsageError(
             f"master_weights='split': only the compiled ops step both halves (ops: {ops.backend()}), and not on "
