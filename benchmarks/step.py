@@ -223,6 +223,8 @@ def ops_from(setting: str) -> Iterator[None]:
     """Let a value of ``AMP_WRAPPER_OPS`` say what serves the ops: 'torch' for no library."""
     with mock.patch.dict(os.environ, AMP_WRAPPER_OPS=setting):
         loader.library.cache_clear()
+        # not in the time of a step
+        loader.library()
         yield
     loader.library.cache_clear()
 
