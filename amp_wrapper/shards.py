@@ -149,10 +149,9 @@ def local_like(tensors: Sequence[Tensor], parameters: Sequence[Tensor], name: st
     Raises:
         AmpUsageError: One is laid out otherwise than its parameter.
     """
-    for index, (tensor, parameter) in enumerate(zip(tensors, parameters)):
-        theirs, mine = _layout_of(tensor), _layout_of(parameter)
-        if theirs != mine:
-            shown = [f'laid out as {each[1]} over {each[0]}' if each else 'a plain tensor' for each in (theirs, mine)]
+    for index, layouts in enumerate(zip(map(_layout_of, tensors), map(_layout_of, parameters))):
+        if layouts[0] != layouts[1]:
+            shown = [f'laid out as {each[1]} over {each[0]}' if each else 'a plain tensor' for each in layouts]
             raise AmpUsageError(
                 f'{name}[{index}] is {shown[0]}, and its parameter {shown[1]}: redistribute() makes them agree, and '
                 f'set_optimizer_state_dict of torch.distributed.checkpoint.state_dict loads sharded state.'

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..casting import fp32_values
 from ..compiler_internals import compiled_module
 from ..engine import Engine
+from ..engine.loss_scale import is_one
 from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, logger, short, some
 from ..policy.levels import Policy
 from ..policy.nested import parameters_of
@@ -251,7 +252,7 @@ class Registry:
         # torch moves a sharded parameter by swapping it, which it does to none that is weakly referenced
         self._foreign.update((p, None) for p in foreign if not is_traceable_wrapper_subclass(p))
         reached = [known.get(id(p)) for p in scaled if id(p) not in held]
-        reached += [known[id(p)] for p in foreign if id(p) in known and not known[id(p)].loss_scale.is_one]
+        reached += [known[id(p)] for p in foreign if id(p) in known and not is_one(known[id(p)].loss_scale)]
         if any(policy is None or policy.verbosity >= 1 for policy in reached) and optimizer not in self._warned:
             self._warned.add(optimizer)
             logger.warning(

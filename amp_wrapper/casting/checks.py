@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import shards
-from ..errors import AmpAttachError, AmpUsageError, some
+from ..errors import AmpAttachError, AmpUsageError, logger, some
 from ..policy.levels import Policy, dtype_name
 from ..policy.nested import CASTABLE, HALF_TYPES
 from .modules import own_tensors
-
-logger = logging.getLogger('amp_wrapper')
 
 #: From here on a float32 rounds to infinity in float16.
 _FLOAT16_LIMIT = 65520.0

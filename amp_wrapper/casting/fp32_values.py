@@ -10,7 +10,6 @@ A copied weight has no FP32 value: the copy of a model has no masters.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Literal
 
@@ -23,9 +22,6 @@ from ..errors import AmpUsageError, some
 from ..ops.split import join, split
 from ..policy.nested import HALF_TYPES
 from ..torch_internals import after_zero_grad
-
-#: About how many elements are compared together.
-_BATCH = 2**22
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -186,7 +182,7 @@ def take_up_edits(tensor: Tensor) -> Tensor | bool:
     if pair is None or pair.edited(tensor) in ('master', 'both'):
         agree([tensor])
         return False
-    flag = False if pair.is_split else _differ(tensor, pair.partner).any()
+    flag = False if pair.is_split else ops.differ(tensor, pair.partner).any()
     weights_win([tensor])
     return flag
 
@@ -231,33 +227,16 @@ def weights_win(weights: Iterable[Tensor]) -> None:
         weights: Those that are not 16-bit, or have no FP32 value, are passed over.
     """
     found = paired(weights)
+    ops.refresh_masters([(weight, pair.partner) for weight, pair in found if not pair.is_split])
     for weight, pair in found:
         if pair.is_split and pair.edited(weight):
             pair.partner.zero_()
-    batches: dict[tuple[torch.device, torch.dtype, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    count = 0
-    for weight, pair in found:
-        if not pair.is_split:
-            # together in a few operations, with room for some of them alone
-            count += weight.numel()
-            batches[weight.device, weight.dtype, count // _BATCH].append((weight, pair.partner))
-    for batch in batches.values():
-        here, there = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*batch))
-        values = torch.split(torch.where(_differ(here, there), here.float(), there), [w.numel() for w, _ in batch])
-        torch._foreach_copy_([m for _, m in batch], [value.view(m.shape) for value, (_, m) in zip(values, batch)])
-    for weight, pair in found:
         pair.settle(weight)
-
-
-def _differ(weight: Tensor, master: Tensor) -> Tensor:
-    """Where a weight is not its master rounded, bit for bit. Any NaN is another one, rounded."""
-    rounded = master.to(weight.dtype)
-    return (rounded.view(torch.int16) != weight.view(torch.int16)) & ~(rounded.isnan() & weight.isnan())
 
 
 def differs(weight: Tensor, pair: Pair) -> bool:
     """Whether a weight is not its master, rounded; always, of one with a remainder. Syncs."""
-    return pair.is_split or bool(_differ(weight.detach(), pair.partner.detach()).any())
+    return pair.is_split or bool(ops.differ(weight.detach(), pair.partner.detach()).any())
 
 
 @torch.no_grad()

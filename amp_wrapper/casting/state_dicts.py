@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import logger
 from ..policy.nested import HALF_TYPES
-from ..policy.said_once import logger
 from . import fp32_values
 from .modules import own_tensors
 from .rule import Rule, rule_of

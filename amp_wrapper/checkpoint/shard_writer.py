@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import os
 import threading
 import warnings
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import CheckpointWriteError
+from ..errors import CheckpointWriteError, logger
 from . import file, folder
 
 #: Integrations decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 class Pending:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import some
+from ..errors import logger, some
 from ..policy import dtype_name
 from . import pages
 from .diagnosis import CAUSES, Diagnosis
 from .ranges import range_of
-
-logger = logging.getLogger('amp_wrapper')
 
 #: Of the JSON.
 FORMAT = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from ..engine import Engine
 from ..engine.engine import StepObserver
 from ..engine.flags import SKIP, LateRead, StepResult
+from ..errors import logger
 from .causes import diagnose
 from .diagnosis import Diagnosis
 from .live import LiveWatch, judge_watched
@@ -20,8 +20,6 @@ from .recorder import Recorder, StepRecord
 from .remedies import trials_of
 from .replay import is_bad
 from .sandbox import Attach
-
-logger = logging.getLogger('amp_wrapper')
 
 #: Reports of one training.
 MOST_REPORTS = 10

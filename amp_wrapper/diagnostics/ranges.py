@@ -14,8 +14,7 @@ from ..errors import AmpUsageError
 
 #: Counts of one tensor: 0 the numbers that are subnormal in float32; 1 to 254 those of a float32 exponent, so that ``n`` counts
 #: 2 ** (n - 127) <= abs(x) < 2 ** (n - 126); 255 infinities and NaN; 256 zeros.
-BINS = 257
-NONFINITE, ZERO = 255, 256
+BINS, NONFINITE, ZERO = 257, 255, 256
 _BIAS = 127
 #: Elements that are counted at a time.
 _PIECE = 2**20
@@ -146,8 +145,7 @@ def count_on_device(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             column = torch.where(magnitude == 0, ZERO, powers).long()
             row.scatter_add_(0, column, torch.ones_like(column[:1]).expand_as(column))
             # floats that are not negative have the order of their bits
-            finite = torch.where(powers == NONFINITE, 0, magnitude).amax()
-            most.copy_(torch.maximum(most, finite.view(torch.float32)))
+            most.copy_(torch.maximum(most, torch.where(powers == NONFINITE, 0, magnitude).amax().view(torch.float32)))
     return counts, largest
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from ..engine.flags import LateRead
+from ..errors import logger
 from .pages import finite
 
-logger = logging.getLogger('amp_wrapper')
 #: Is given the iteration and the values.
 Taker = Callable[[int, dict[str, Any]], object]
 

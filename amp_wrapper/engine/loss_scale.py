@@ -25,6 +25,11 @@ _TINY = torch.finfo(torch.float32).tiny
 _RULE, _COUNTS = ('growth_factor', 'backoff_factor', 'growth_interval'), ('steps', 'skips', 'consecutive_skips')
 
 
+def is_one(config: LossScaleConfig) -> bool:
+    """Whether a scale is 1 for good, so that scaling and unscaling can be left out."""
+    return not config.enabled or (not config.dynamic and config.init_scale == 1.0)
+
+
 class LossScaler:
     """One loss scale and its trackers.
 
@@ -62,7 +67,7 @@ class LossScaler:
         ceiling = math.inf if config.max_scale is None else config.max_scale
         self._rule = (*(getattr(config, key) for key in _RULE), config.hysteresis, floor, ceiling)
         #: Whether the scale is 1 for good. That is known on the host, and costs no multiplication anywhere.
-        self.is_one = config.is_one
+        self.is_one = is_one(config)
         #: Whether the scale moves.
         self.is_dynamic = config.enabled and config.dynamic
 

@@ -9,8 +9,7 @@ from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
 from ..casting import roots
-from ..errors import AmpConfigError
-from .log import logger
+from ..errors import AmpConfigError, logger
 from .wrappers import inner_model
 
 

@@ -7,7 +7,7 @@ import logging
 
 from mmengine.logging import print_log
 
-logger = logging.getLogger('amp_wrapper')
+from ..errors import logger
 
 
 def log(text: str) -> None:

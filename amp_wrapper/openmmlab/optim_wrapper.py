@@ -21,13 +21,13 @@ from ..engine import attach as attach_engine
 from ..engine import state as engine_state
 from ..engine.flags import COLUMNS, StepResult
 from ..engine.loss_scale import LossScaler
+from ..errors import logger
 from ..policy import OptLevel, Policy
 from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
 from ..policy.options import Fp32Names
 from ..registry import OPTIM_WRAPPERS
 from . import arguments, attaching, patches, wrapper_state
 from .device_log import DeviceLog
-from .log import logger
 from .patches.wrapper_dict import attach_siblings
 
 patches.install()

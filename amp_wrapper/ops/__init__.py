@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import lists, loader
-from .lists import add_gradients, multi_tensor_copy, multi_tensor_maxnorm, update_scale
+from .lists import add_gradients, differ, multi_tensor_copy, multi_tensor_maxnorm, refresh_masters, update_scale
 
 #: Elements of a decision, the numbers that hold for a step as a whole: skip (0 or 1), inverse scale, clip coefficient,
 #: clip value, gradient norm (NaN where the step is skipped or there is none), loss scale after the step (NaN without one),
@@ -220,6 +220,7 @@ __all__ = [
     'DECISION',
     'add_gradients',
     'backend',
+    'differ',
     'fused_adam',
     'fused_sgd',
     'multi_tensor_axpby',
@@ -228,6 +229,7 @@ __all__ = [
     'multi_tensor_l2norm',
     'multi_tensor_maxnorm',
     'multi_tensor_scale',
+    'refresh_masters',
     'serves',
     'update_scale',
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from torch import Tensor
 from ..policy.nested import HALF_TYPES
 
 Tensors = Sequence[Tensor]
-#: The largest int32.
+# the largest int32
 _MOST = 2**31 - 1
+# about how many elements are compared together
+_BATCH = 2**22
 
 
 def _check(lists: Mapping[str, Tensors], **scalars: Tensor | None) -> None:
@@ -136,6 +138,39 @@ def multi_tensor_copy(sources: Tensors, targets: Tensors) -> None:
     pairs = [(source, target) for source, target in zip(sources, targets) if source is not target]
     if pairs:
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
+
+
+def differ(weight: Tensor, master: Tensor) -> Tensor:
+    """Return where a 16-bit weight is not its float32 master rounded, bit for bit. Any NaN is another one, rounded.
+
+    Args:
+        weight: float16 or bfloat16.
+        master: float32, of the same shape and device.
+
+    Returns:
+        bool tensor of the same shape.
+    """
+    rounded = master.to(weight.dtype)
+    return (rounded.view(torch.int16) != weight.view(torch.int16)) & ~(rounded.isnan() & weight.isnan())
+
+
+@torch.no_grad()
+def refresh_masters(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write into each master the elements of its weight that are not the master rounded. No host read.
+
+    Args:
+        pairs: A weight, and its master; as for :func:`differ`.
+    """
+    batches: dict[tuple[torch.device, torch.dtype, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    count = 0
+    for weight, master in pairs:
+        # together in a few operations, with room for some of them alone
+        count += weight.numel()
+        batches[weight.device, weight.dtype, count // _BATCH].append((weight, master))
+    for batch in batches.values():
+        here, there = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*batch))
+        values = torch.split(torch.where(differ(here, there), here.float(), there), [w.numel() for w, _ in batch])
+        torch._foreach_copy_([m for _, m in batch], [value.view(m.shape) for value, (_, m) in zip(values, batch)])
 
 
 def add_gradients(left: Tensor | None, right: Tensor | None) -> Tensor | None:

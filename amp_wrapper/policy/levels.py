@@ -76,11 +76,6 @@ class LossScaleConfig:
     hysteresis: int = 1
     enabled: bool = True
 
-    @property
-    def is_one(self) -> bool:
-        """Whether the scale is 1 for good, so that scaling and unscaling can be left out."""
-        return not self.enabled or (not self.dynamic and self.init_scale == 1.0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy:

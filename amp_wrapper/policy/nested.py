@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -37,7 +36,7 @@ def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
 
 def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """The parameters of all groups, in their order."""
-    return list(itertools.chain.from_iterable(group['params'] for group in groups))
+    return [parameter for group in groups for parameter in group['params']]
 
 
 #: Maps tensors inside an object of a kind that only an integration knows: (function, object) to object.

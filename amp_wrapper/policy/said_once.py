@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import torch
 
 from ..compiler_internals import constant_when_traced
+from ..errors import logger
 
-logger = logging.getLogger('amp_wrapper')
 #: What counts as said: of nothing in it a warning is given. It is emptied where another model is prepared.
 said: set[str] = set()
 # whether what runs on a thread may warn: a model with verbosity=0 may not
