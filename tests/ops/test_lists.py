@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_lists import BF16, F16, F32, FLOATS, NoHostRead, random_tensor, same_bits, scalar, threads
+from op_lists import BF16, F16, F32, FLOATS, HALVES, NoHostRead, random_tensor, same_bits, scalar, threads
 from torch import Tensor
 
 from amp_wrapper import ops
@@ -221,7 +221,8 @@ def test_parameters_are_written_and_autograd_notices(device: torch.device) -> No
     for write in (ops.multi_tensor_copy, ops.multi_tensor_scale, ops.multi_tensor_axpby, unscale):
         y = x * 1
         z = (y * y).sum()
-        write([y.detach() if write is unscale else x], [y.detach()])
+        target = y.detach()
+        write([target if write is unscale else x], [target])
         with pytest.raises(RuntimeError, match='modified by an inplace operation'):
             z.backward()
 
@@ -239,6 +240,21 @@ def test_copies_onto_themselves_are_no_writes_and_empty_lists_are_taken(device: 
     targets = [torch.zeros(6, device=device), torch.zeros(6, device=device, dtype=torch.int32)]
     ops.multi_tensor_copy([source, source], targets)
     assert all(target.tolist() == [0, 1, 2, 3, 4, 5] for target in targets)
+
+
+def test_masters_take_what_is_not_their_rounding(device: torch.device) -> None:
+    """Bit for bit, in one batch or several; a NaN is that of its master, whatever its payload."""
+    for dtype in HALVES:
+        masters = [torch.linspace(-3, 3, size, device=device) for size in (5, 2**22, 1, 0)]
+        masters[0].view(torch.int32)[2] = 0x7FC00123
+        weights = [master.to(dtype) for master in masters]
+        weights[0][1], weights[1][-1], weights[2][0] = 7.0, -0.0, math.nan
+        weights[0].view(torch.int16)[2] ^= 1
+        wanted = [master.clone() for master in masters]
+        wanted[0][1], wanted[1][-1], wanted[2][0] = 7.0, -0.0, math.nan
+        ops.refresh_masters(zip(weights, masters))
+        assert all(map(same_bits, masters, wanted)), dtype
+        assert not any(bool(ops.differ(weight, master).any()) for weight, master in zip(weights, masters))
 
 
 def test_sparse_and_dense_gradients_are_added(device: torch.device) -> None:

@@ -251,6 +251,33 @@ def test_steps_of_torch_and_of_the_ops_may_alternate(device: torch.device) -> No
 
 
 @both
+@pytest.mark.parametrize('level', ['O0', 'O2'])
+def test_clipping_leaves_weights_out_that_are_frozen_with_a_gradient(level: str, device: torch.device) -> None:
+    """As torch's clipping does; the optimizer steps them nevertheless."""
+    found = []
+    for cls in (FusedAdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+        optimizer = cls(model.parameters(), lr=0.01)
+        words: dict[str, Any] = dict(loss_scale=8.0) if level == 'O2' else {}
+        wrapper = AmpOptimWrapper(
+            optimizer=optimizer, opt_level=level, clip_grad=dict(max_norm=0.01), verbosity=0, **words
+        )
+        for _ in range(2):
+            model[0].requires_grad_(True)
+            with wrapper.optim_context(model):
+                loss = model(torch.ones(2, 4, device=device)).float().square().sum()
+            wrapper.backward(loss)
+            model[0].requires_grad_(False)
+            wrapper.step()
+            wrapper.zero_grad()
+        moments = [state['exp_avg'] for state in optimizer.state.values()]
+        assert moments[0].abs().sum() > 10 * moments[2].abs().sum()
+        found.append([*moments, *(parameter.detach().float() for parameter in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
+@both
 def test_types_may_change_between_steps(device: torch.device) -> None:
     """A step of parameters of another type is that of an optimizer that begins there."""
     for kind, dtype in itertools.product(KINDS, (torch.float64, torch.bfloat16)):
