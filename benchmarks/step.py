@@ -206,16 +206,22 @@ def copy_bandwidth(size: int, device: torch.device) -> float:
 
 
 class Halves(Ours):
-    """A step of this package in which every other parameter has a gradient: the same ones each time, or by turns."""
+    """A step of this package in which every other parameter has a gradient, the same ones each time."""
 
-    changes = False
     _turn = 0
 
     def prepare(self) -> None:
         super().prepare()
-        self._turn += self.changes
         for weight in list(self.model.parameters())[self._turn % 2 :: 2]:
             weight.grad = None
+
+
+class Alternating(Halves):
+    """The same, by turns."""
+
+    def prepare(self) -> None:
+        self._turn += 1
+        super().prepare()
 
 
 @contextmanager
@@ -232,20 +238,24 @@ def ops_from(setting: str) -> Iterator[None]:
 def beside_torch(shapes: Shapes, level: str, device: torch.device, rounds: int) -> list[str]:
     """Measure a row in the present setting: milliseconds of torch's fastest AdamW, ours to it, and changing to steady sets."""
     case, levels = Case('AdamW', False, torch.float16, device), (level, level)
-    # who steps, or which gradients there are
-    steps: dict[str, Step] = {'ours': Ours(case, shapes, levels, our_optimizer, {})}
-    for name in ('steady', 'changing'):
-        half = steps[name] = Halves(case, shapes, levels, our_optimizer, {})
-        half.changes = name == 'changing'
-    for name in ('fused', 'foreach'):
-        steps[name] = Ours(case, shapes, levels, functools.partial(torch_optimizer, **{name: True}), {})
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(3 + rounds):
-        # in both orders: what runs after another step finds other memory in the caches
-        for name, step in sorted(steps.items(), reverse=bool(turn % 2)):
-            taken, _ = once(step, device)
-            # the first ones make state
-            times[name] += [taken] if turn >= 3 else []
+
+    def build(name: str) -> Step:
+        # who steps, or which gradients there are
+        if name in ('fused', 'foreach'):
+            return Ours(case, shapes, levels, functools.partial(torch_optimizer, **{name: True}), {})
+        kind = {'ours': Ours, 'steady': Halves, 'changing': Alternating}[name]
+        return kind(case, shapes, levels, our_optimizer, {})
+
+    names = ['ours', 'steady', 'changing', 'fused', 'foreach']
+    times: dict[str, list[float]] = {name: [] for name in names}
+    # what is built first lies elsewhere in memory, and what runs after another step finds other memory in the caches
+    for built in (names, names[::-1]):
+        steps = {name: build(name) for name in built}
+        for turn in range(3 + rounds // 2):
+            for name, step in sorted(steps.items(), reverse=bool(turn % 2)):
+                taken, _ = once(step, device)
+                # the first ones make state
+                times[name] += [taken] if turn >= 3 else []
     best = min(times['fused'], times['foreach'], key=statistics.median)
     pairs = (times['ours'], best), (times['changing'], times['steady'])
     ratios = [statistics.median(a / b for a, b in zip(*pair)) for pair in pairs]

@@ -1,4 +1,4 @@
-"""The body of ``amp.scale_loss``, and what scripts forget about it: each is warned of once, or refused."""
+"""``amp.scale_loss``, and what scripts forget about it: each is warned of once, or refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..compiler_internals import eager_block
 from ..engine import Engine, StepResult, receiving, scale
@@ -92,24 +93,48 @@ def is_capturing() -> bool:
 
 @eager_block
 @contextmanager
-def scaled(loss: Tensor, engines: Sequence[Engine], loss_id: int) -> Iterator[Tensor]:
-    """Scale a loss; on leaving, unscale the gradients of its backward pass.
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and checked. No host read.
+
+    ```python
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    ```
+
+    Each block adds to what is there, in FP32 where the optimizer has masters. Where a gradient of any of the optimizers is
+    non-finite, the next ``step()`` of all of them is left out, and the scale of the loss falls with it.
 
     Args:
-        loss: Floating tensor of any shape.
-        engines: Those of the named optimizers; the scale of the first holds. Without any, the loss is yielded as it is.
-        loss_id: Which scale.
+        loss: Floating tensor of any shape, mostly a scalar.
+        optimizers: Every optimizer that will step with gradients of this backward pass. Gradients that reach parameters of
+            others of the same ``amp.initialize`` are unscaled too.
+        loss_id: Which of the ``num_losses`` scales, from 0. That of the first optimizer's ``amp.initialize`` holds.
+        model: Not used, as in apex.
+        delay_unscale: Accepted, and without effect: gradients are always unscaled on leaving.
+        delay_overflow_check: Accepted, and without effect: whether a step is skipped is decided when it is taken, from all
+            backward passes since the last one.
 
     Yields:
-        float32 tensor of the loss's shape (float64 for a float64 loss).
+        float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed precision is not enabled.
 
     Raises:
-        AmpUsageError: No floating tensor, no such loss, or a block inside another one. After an exception inside the block,
-            what has come by then is there, unscaled.
+        AmpConfigError: Something else than optimizers.
+        AmpUsageError: No floating tensor; no such loss; an optimizer that was not initialised; a block inside another one; a
+            backward pass of the scaled loss after its block. After an exception inside, what has come is there, unscaled.
     """
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
         raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
+    engines = registry.engines_of(optimizers)
     if not engines:
         yield loss
         return

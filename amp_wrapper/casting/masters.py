@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .. import ops
 from ..errors import AmpUsageError, some
 from ..ops import attributes
-from ..policy.nested import HALF_TYPES, parameters_in
+from ..policy.nested import HALF_TYPES, parameters_of
 from ..shards import Layout
 from ..torch_internals import is_zero, replace_in_zero
 from . import fp32_values
@@ -99,7 +99,7 @@ class Masters:
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: FP32 masters where there are any, else the model's own parameters."""
         optimizer = self._find_optimizer()
-        return [] if optimizer is None else parameters_in(optimizer.param_groups)
+        return [] if optimizer is None else parameters_of(optimizer)
 
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""

@@ -146,7 +146,7 @@ class Ddp:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of several ranks that take one decision at each step: those of the DDPs, each once."""
-        groups = dict.fromkeys(ddp.process_group for ddp in self._find())
+        groups = dict.fromkeys(ddp.process_group for ddp in self._find()) if has_several_processes() else ()
         return [group for group in groups if group.size() > 1]
 
     def same_everywhere(self) -> bool:

@@ -151,7 +151,9 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     Raises:
         AmpUsageError: What split masters cannot have: some ways to clip, hooks before the step, no compiled ops.
     """
-    is_split = engine.policy.split_masters
+    is_split, fuses = engine.policy.split_masters, optimizer.fuses
+    if not is_split and not (fuses and engine.policy.enabled):
+        return None
     problem = '' if clip is None else clip.not_fused
     if has_pre_hooks(optimizer):
         problem = (
@@ -161,8 +163,7 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     # nothing else can step split masters: what the fused step cannot do is refused
     if is_split and problem:
         raise AmpUsageError(problem)
-    fuses = optimizer.fuses
-    if problem or not engine.policy.enabled or not (fuses or is_split):
+    if problem:
         return None
     gradients = engine.gradients.to_step(lists)
     found = [grad for grad in gradients if grad is not None]

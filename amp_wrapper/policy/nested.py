@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,12 +31,7 @@ _ITEMS_ALONE = (list, dict, OrderedDict)
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """What optimizers step, in the order of their groups."""
-    return parameters_in(group for optimizer in optimizers for group in optimizer.param_groups)
-
-
-def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The parameters of all groups, in their order."""
-    return [parameter for group in groups for parameter in group['params']]
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']]
 
 
 #: Maps tensors inside an object of a kind that only an integration knows: (function, object) to object.
