@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,24 +70,24 @@ class GradientClip:
             raise AmpConfigError(problems)
         return cls(kind, words)
 
-    @functools.cached_property
+    @property
     def raises_on_nonfinite(self) -> bool:
         """Whether a non-finite norm is an error."""
         return bool(self.arguments.get('error_if_nonfinite', False))
 
-    @functools.cached_property
+    @property
     def norm_type(self) -> float:
         """The order of the norm; infinite for the greatest magnitude."""
         return float(self.arguments.get('norm_type', 2.0))
 
-    @functools.cached_property
+    @property
     def is_simple(self) -> bool:
         """Whether gradients are clipped by value, by the Euclidean or by the maximum norm, with a limit on the host."""
         limit = self.arguments[_CLIP_KEYS[self.kind][0]]
         is_on_host = not isinstance(limit, Tensor) or limit.device.type == 'cpu'
         return is_on_host and (self.kind == 'value' or self.norm_type in (2.0, math.inf))
 
-    @functools.cached_property
+    @property
     def not_fused(self) -> str:
         """What to say where a fused step, which raises no error, has to clip so and cannot; '' where it can."""
         if self.is_simple and not self.raises_on_nonfinite:
