@@ -246,11 +246,12 @@ def beside_torch(shapes: Shapes, level: str, device: torch.device, rounds: int) 
         kind = {'ours': Ours, 'steady': Halves, 'changing': Alternating}[name]
         return kind(case, shapes, levels, our_optimizer, {})
 
-    names = ['ours', 'steady', 'changing', 'fused', 'foreach']
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in ('ours', 'steady', 'changing', 'fused', 'foreach')}
     # what is built first lies elsewhere in memory, and what runs after another step finds other memory in the caches
-    for built in (names, names[::-1]):
-        steps = {name: build(name) for name in built}
+    for built in (list(times), list(times)[::-1]):
+        # those before are freed first
+        steps: dict[str, Step] = {}
+        steps |= {name: build(name) for name in built}
         for turn in range(3 + rounds // 2):
             for name, step in sorted(steps.items(), reverse=bool(turn % 2)):
                 taken, _ = once(step, device)
@@ -269,16 +270,13 @@ def beside_torch_table(device: torch.device, threads: int, rounds: int) -> str:
     for title, shapes in BESIDE_TORCH.items():
         for level in ('O0', 'O2', 'O5'):
             many = rounds if elements(shapes) > 1e7 else 10 * rounds
-            rows.append([title, level])
-            for setting in ('torch', ''):
+            for setting, library in (('torch', 'none'), ('', 'compiled')):
                 with ops_from(setting):
-                    rows[-1] += beside_torch(shapes, level, device, many)
-            print('  '.join(rows[-1]), file=sys.stderr, flush=True)
-            tidy(device)
-    heads = [
-        head for way in ('without', 'with') for head in (f"torch's AdamW {way}, ms", 'ours to it', 'changing to steady')
-    ]
-    return '\n'.join(pages.table(['parameters', 'level', *heads], rows))
+                    rows.append([title, level, library, *beside_torch(shapes, level, device, many)])
+                print('  '.join(rows[-1]), file=sys.stderr, flush=True)
+                tidy(device)
+    heads = ['parameters', 'level', 'library', "torch's AdamW, ms", 'ours to it', 'changing to steady']
+    return '\n'.join(pages.table(heads, rows))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ from torch.distributed import ProcessGroup
 from ..errors import CheckpointWriteError, logger
 from . import file, folder
 
-#: Integrations decide where these lines go.
-
 
 class Pending:
     """A checkpoint that is being written; made by :func:`write`.

@@ -57,8 +57,6 @@ class Gradients:
         self.kept_by_fsdp: tuple[int, Tensor] | None = None
         # whether sums have not been averaged over the ranks
         self._is_unaveraged = False
-        # the masters' gradients that a step has used, with the masters, and the version counters then
-        self._stepped: list[tuple[nn.Parameter, Tensor, int]] = []
         # the masters' gradients while a pass is under way: what it brings to masters themselves carries its scale
         self._aside: list[Tensor | None] = []
         self._versions: list[int] = []
@@ -177,18 +175,20 @@ class Gradients:
 
     def mark_stepped(self) -> None:
         """A step has used the masters' gradients. Scripts that clear those of weights alone do not know of them."""
-        self._stepped = [(m, m.grad, m.grad._version) for m in self.params.masters if m.grad is not None]
+        for grad in attributes.gradients(self.params.masters):
+            if grad is not None:
+                grad._amp_stepped = grad._version  # type: ignore[attr-defined]
 
     def drop_stepped(self) -> None:
         """Drop the masters' gradients that a step has used, unless somebody has written to them since."""
-        for master, grad, version in self._stepped:
-            if master.grad is grad and grad._version == version:
+        masters = self.params.masters
+        for master, grad in zip(masters, attributes.gradients(masters)):
+            if grad is not None and getattr(grad, '_amp_stepped', None) == grad._version:
                 master.grad = None
-        self._stepped = []
 
     def clear(self, set_to_none: bool) -> None:
         """The optimizer's own were cleared: clear those of the weights behind masters."""
-        self._aside, self._stepped, self._is_unaveraged, self.kept_by_fsdp = [], [], False, None
+        self._aside, self._is_unaveraged, self.kept_by_fsdp = [], False, None
         if set_to_none:
             attributes.set_gradients(self.params.behind_masters, None)
             return

@@ -190,9 +190,7 @@ def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: U
         run()
     info = update.decision
     if info is None:
-        raise AmpUsageError(
-            'parameters are not what the compiled ops stepped before: nothing was changed, step once more.'
-        )
+        raise AmpUsageError('parameters are not what the ops stepped before: nothing was changed, step once more.')
     if engine.gradients.after_each_pass:
         scales.update(engine.flags, is_counted=True)
         # the op was given no scale, for the gradients carry none

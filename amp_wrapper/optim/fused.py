@@ -99,7 +99,7 @@ class FusedOptimizer(Optimizer):
         return not group['differentiable']
 
     def _begin(self, group: Mapping[str, Any]) -> None:
-        """Make the state of a group that torch's fused step expects to be there."""
+        """Make the state that torch's fused step expects to be there, of a group that has one."""
 
     def _check_arguments(self, state_dtype: Any, fused: Any, differentiable: Any) -> None:
         name, problems, dtype = type(self).__name__, [], to_dtype(state_dtype)
@@ -310,8 +310,7 @@ class FusedOptimizer(Optimizer):
         vars(self).update(grad_scale=scaling.get('scale'), found_inf=scaling.get('found_inf'))
         for group, is_fused in zip(self.param_groups, fused):
             group['fused'] = is_fused
-            if is_fused:
-                self._begin(group)
+            self._begin(group)
         try:
             step_without_hooks(self._torch)(self)
         finally:

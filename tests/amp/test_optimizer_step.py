@@ -332,3 +332,21 @@ def test_second_pass_of_sam_sees_the_weights_that_the_first_has_moved() -> None:
     """By a closure, and in two calls."""
     assert unlike_fp32(functools.partial(sharp_step, by_closure=True)) == []
     assert unlike_fp32(functools.partial(sharp_step, by_closure=False)) == []
+
+
+@pytest.mark.parametrize('writes', [False, True])
+def test_used_gradients_of_masters_are_dropped_unless_a_script_has_written_to_them(writes: bool) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = SGD(model.parameters(), 0.5)
+    amp.initialize(model, optimizer, opt_level='O2', loss_scale=4.0, verbosity=0)
+    (master,) = amp.master_params(optimizer)
+    for _ in range(2):
+        # a script that clears the gradients of the model's weights alone
+        model.weight.grad = None
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+            scaled.backward()
+        found = master.grad.clone()
+        optimizer.step()
+        if writes:
+            master.grad.fill_(2.0)
+    assert found.tolist() == [[3.0, 3.0] if writes else [1.0, 1.0]]
