@@ -252,7 +252,7 @@ def beside_torch(shapes: Shapes, level: str, device: torch.device, rounds: int) 
         # those before are freed first
         steps: dict[str, Step] = {}
         steps |= {name: build(name) for name in built}
-        for turn in range(3 + rounds // 2):
+        for turn in range(3 + (rounds + 1) // 2):
             for name, step in sorted(steps.items(), reverse=bool(turn % 2)):
                 taken, _ = once(step, device)
                 # the first ones make state

@@ -131,10 +131,10 @@ def scale_loss(
         AmpUsageError: No floating tensor; no such loss; an optimizer that was not initialised; a block inside another one; a
             backward pass of the scaled loss after its block. After an exception inside, what has come is there, unscaled.
     """
+    engines = registry.engines_of(optimizers)
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
         raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
-    engines = registry.engines_of(optimizers)
     if not engines:
         yield loss
         return

@@ -102,15 +102,15 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether the optimizer skips a step by itself where ``found_inf`` says so, reading it on the device where it can.
+    """Whether the optimizer skips a step by itself where ``found_inf`` says so, reading it on the device.
 
     That is GradScaler's protocol. torch's fused SGD is left out: a skipped first step leaves memory that nobody wrote as the
     momentum.
     """
-    if isinstance(optimizer, FusedOptimizer):
-        return True
-    reads = not isinstance(optimizer, SGD) and bool(getattr(optimizer, '_step_supports_amp_scaling', False))
-    return reads and all(group.get('fused', True) for group in optimizer.param_groups)
+    reads = bool(getattr(optimizer, '_step_supports_amp_scaling', False))
+    if not reads or isinstance(optimizer, FusedOptimizer):
+        return reads
+    return not isinstance(optimizer, SGD) and all(group.get('fused', True) for group in optimizer.param_groups)
 
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:

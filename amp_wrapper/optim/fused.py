@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import warnings
 from abc import abstractmethod
 from array import array
@@ -25,7 +26,7 @@ from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..ops.attributes import are_strided, gradients, like, places, same
 from ..policy.levels import to_dtype
 from ..policy.nested import parameters_of
-from ..shards import any_sharded, local_like, whole
+from ..shards import any_sharded, local, local_like, whole
 from ..torch_internals import step_without_hooks
 from .tensors import count_of, lay_out, served_by_ops, served_by_torch
 
@@ -99,7 +100,7 @@ class FusedOptimizer(Optimizer):
         return not group['differentiable']
 
     def _begin(self, group: Mapping[str, Any]) -> None:
-        """Make the state that torch's fused step expects to be there, of a group that has one."""
+        """Make the state of a group that torch's fused step expects to be there."""
 
     def _check_arguments(self, state_dtype: Any, fused: Any, differentiable: Any) -> None:
         name, problems, dtype = type(self).__name__, [], to_dtype(state_dtype)
@@ -213,12 +214,12 @@ class FusedOptimizer(Optimizer):
         """Decide and update in one op, and return the decision; None, and nothing is done, where only torch can."""
         device, part = params[0].device, local_like if any_sharded(params) else _as_they_are
         rows = array('q', [row for row, group in enumerate(self.param_groups) for _ in group['params']])
-        if type(None) in set(map(type, grads)):
+        if not all(map(operator.is_not, grads, itertools.repeat(None))):
             chosen = [place for place, grad in enumerate(grads) if grad is not None]
             params, grads = ([values[place] for place in chosen] for values in (params, grads))
             partners = [partners[place] for place in chosen] if partners else ()
             rows = array('q', [rows[place] for place in chosen])
-        here, found, columns = part(params, params, ''), part(grads, params, 'gradients'), self._columns(params, part)
+        here, found, columns = local(params), part(grads, params, 'gradients'), self._columns(params, part)
         beside = part([p if partner is None else partner for p, partner in zip(params, partners)], params, 'copies')
         hyper, rates, rated = self._hyper_parameters(device)
         given = self._scaling(device) if decide is None else decide(found)
@@ -284,11 +285,11 @@ class FusedOptimizer(Optimizer):
     def _scaling(self, device: torch.device) -> dict[str, Tensor]:
         """Return what a GradScaler has set, as float32 scalars on a device. It adds the flags of several devices up."""
         scaling = {}
-        for name, attribute in (('scale', 'grad_scale'), ('found_inf', 'found_inf')):
+        for name, attribute, most in (('scale', 'grad_scale', torch.inf), ('found_inf', 'found_inf', 1.0)):
             value = getattr(self, attribute, None)
             if value is not None:
-                found = torch.as_tensor(whole(value), dtype=torch.float32, device=device).reshape(())
-                scaling[name] = found.clamp(max=1.0) if name == 'found_inf' else found
+                value = whole(value.detach()) if isinstance(value, Tensor) else torch.tensor(float(value))
+                scaling[name] = value.reshape(()).to(device, torch.float32, non_blocking=True).clamp(max=most)
         return scaling
 
     def _step_by_torch(self, params: Tensors) -> None:
@@ -303,14 +304,13 @@ class FusedOptimizer(Optimizer):
             for group, is_fused in zip(self.param_groups, fused):
                 lay_out(self.state, group['params'], self._moments, is_fused)
             self._laid_out = fused
-        scaling = self._scaling(params[0].device)
-        # torch's kernels compare the flag with 1, and its other steps read none
-        if not all(fused) and scaling.pop('found_inf', torch.zeros(())) > 0:
-            return
-        vars(self).update(grad_scale=scaling.get('scale'), found_inf=scaling.get('found_inf'))
+        # torch's kernels compare the flag with 1
+        for name, value in self._scaling(params[0].device).items():
+            setattr(self, 'grad_scale' if name == 'scale' else name, value)
         for group, is_fused in zip(self.param_groups, fused):
             group['fused'] = is_fused
-            self._begin(group)
+            if is_fused:
+                self._begin(group)
         try:
             step_without_hooks(self._torch)(self)
         finally:

@@ -70,7 +70,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
     def _begin(self, group: Mapping[str, Any]) -> None:
         # torch's begins all of a group or none, and leaves memory that nobody wrote where it skips the first step
-        for parameter in group['params'] if group['fused'] and group['momentum'] != 0 else ():
+        for parameter in group['params'] if group['momentum'] != 0 else ():
             if parameter.grad is not None and self.state[parameter].get('momentum_buffer') is None:
                 self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter, requires_grad=False)
 

@@ -10,6 +10,7 @@ import io
 import itertools
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -350,3 +351,5 @@ def test_used_gradients_of_masters_are_dropped_unless_a_script_has_written_to_th
         if writes:
             master.grad.fill_(2.0)
     assert found.tolist() == [[3.0, 3.0] if writes else [1.0, 1.0]]
+    used, master.grad = weakref.ref(master.grad), None
+    assert used() is None, 'the memory of used gradients is kept'

@@ -291,3 +291,22 @@ def test_types_may_change_between_steps(device: torch.device) -> None:
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         advance(optimizer, other, seeds=[1])
         assert all(map(same_bits, mine, theirs)), (kind, dtype)
+
+
+@both
+@pytest.mark.parametrize('kind', [FusedAdamW, FusedSGD])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+def test_steps_with_a_scaler_and_without_may_alternate(kind: Any, dtype: torch.dtype, device: torch.device) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=dtype, device=device))
+    optimizer, scaler = kind([weight], lr=0.125), torch.amp.GradScaler(device.type, init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = weight.sum()
+        if step % 2:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+    assert bool((weight < 0.52).all())
