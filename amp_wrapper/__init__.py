@@ -42,14 +42,12 @@ if TYPE_CHECKING:
     from .errors import NonfiniteError as NonfiniteError
     from .errors import OverflowStreakError as OverflowStreakError
     from .openmmlab.apex_optim_wrapper import ApexOptimWrapper as ApexOptimWrapper
+    from .openmmlab.exact_resume import ExactResumeHook as ExactResumeHook
     from .openmmlab.hooks import AmpInferenceHook as AmpInferenceHook
     from .openmmlab.hooks import NonfiniteHook as NonfiniteHook
     from .openmmlab.monitor_hook import AmpMonitorHook as AmpMonitorHook
     from .openmmlab.optim_wrapper import AmpOptimWrapper as AmpOptimWrapper
     from .openmmlab.optim_wrapper import TorchAmpOptimWrapper as TorchAmpOptimWrapper
-    from .openmmlab.resume.exact_resume import ExactResumeHook as ExactResumeHook
-    from .openmmlab.resume.preemption import PreemptionHook as PreemptionHook
-    from .openmmlab.sharding import FullyShardStrategy as FullyShardStrategy
     from .openmmlab.sharding import MMFullyShard as MMFullyShard
     from .optim import FusedAdam as FusedAdam
     from .optim import FusedAdamW as FusedAdamW
@@ -76,9 +74,8 @@ _NAMES = {
     'openmmlab.hooks': 'AmpInferenceHook NonfiniteHook',
     'openmmlab.monitor_hook': 'AmpMonitorHook',
     'openmmlab.optim_wrapper': 'AmpOptimWrapper TorchAmpOptimWrapper',
-    'openmmlab.resume.exact_resume': 'ExactResumeHook',
-    'openmmlab.resume.preemption': 'PreemptionHook',
-    'openmmlab.sharding': 'FullyShardStrategy MMFullyShard',
+    'openmmlab.exact_resume': 'ExactResumeHook',
+    'openmmlab.sharding': 'MMFullyShard',
     'optim': 'FusedAdam FusedAdamW FusedSGD',
     'policy': 'OptLevel Policy resolve',
 }

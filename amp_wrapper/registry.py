@@ -5,7 +5,6 @@ mmengine imports ``<scope>.registry`` by itself when it meets a scope, and then 
 
 from importlib import import_module
 
-import mmengine.optim  # noqa: F401  registers DeepSpeed's FusedAdam, where that is installed, before ours takes the name
 from mmengine import registry as mmengine_registry
 from mmengine.registry import Registry
 
@@ -28,17 +27,17 @@ HOOKS = _child(
     mmengine_registry.HOOKS,
     'openmmlab.hooks',
     'openmmlab.monitor_hook',
-    'openmmlab.resume.exact_resume',
-    'openmmlab.resume.preemption',
+    'openmmlab.exact_resume',
 )
 MODEL_WRAPPERS = _child(mmengine_registry.MODEL_WRAPPERS, 'openmmlab.sharding')
-STRATEGIES = _child(mmengine_registry.STRATEGIES, 'openmmlab.sharding')
 OPTIMIZERS = _child(mmengine_registry.OPTIMIZERS, 'optim')
 
 # here, since the optimizers know nothing of mmengine
 for _optimizer in (FusedAdam, FusedAdamW, FusedSGD):
     OPTIMIZERS.register_module(module=_optimizer)
-    mmengine_registry.OPTIMIZERS.register_module(module=_optimizer, force=True)
+    if _optimizer is not FusedAdam:
+        # that name is DeepSpeed's in mmengine
+        mmengine_registry.OPTIMIZERS.register_module(module=_optimizer, force=True)
 
 # where this module is imported first, and mmengine by it
 import_module('.openmmlab', __package__)

@@ -24,7 +24,6 @@ import torch
 from mmengine.fileio import LocalBackend
 
 from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.checkpoint import random_state
 
 from .pages import add_write
 
@@ -49,13 +48,6 @@ def by_mmengine(checkpoint: Any, path: Path) -> None:
         LocalBackend().put(memory.getvalue(), str(path))
 
 
-def resumed(path: Path) -> None:
-    """What a resume reads: checksums, the file that is validated (mapped), the file that is applied."""
-    checkpoint_file.verify(path)
-    checkpoint_file.load(path, check=False, mmap=True)
-    checkpoint_file.load(path, check=False)
-
-
 def measure(folder: Path, millions: int) -> list[tuple[str, float, str, float]]:
     """Rows of (what, seconds, beside what, its seconds)."""
     torch.set_num_threads(1)
@@ -74,16 +66,12 @@ def measure(folder: Path, millions: int) -> list[tuple[str, float, str, float]]:
     read = seconds(
         {
             'checked': lambda: checkpoint_file.load(path),
-            'resume': lambda: resumed(path),
             'torch': lambda: torch.load(path, weights_only=True),
         }
     )
-    states = seconds({'capture': random_state.capture})
     return [
         ('write, whole and flushed', write['whole'], "mmengine's way, not flushed", write['mmengine']),
         ('read, with checksums', read['checked'], '`torch.load`', read['torch']),
-        ('all reading of a resume', read['resume'], '`torch.load`', read['torch']),
-        ('capture the random states', states['capture'], 'write, whole and flushed', write['whole']),
     ]
 
 

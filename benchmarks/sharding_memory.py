@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import amp_wrapper
 from amp_wrapper import AmpOptimWrapper, FusedAdamW
-from amp_wrapper.checkpoint import sharded
+from amp_wrapper.openmmlab import shard_files
 from benchmarks import pages
 from benchmarks.sharding import transformer
 
@@ -135,24 +136,12 @@ def run(rank: int, world: int, store: str, device_type: str, layers: int, width:
             from torch.distributed.checkpoint import save
 
             save(state, checkpoint_id=f'{folder}/plain')
-        elif 'whole on each rank' in way:
-            from amp_wrapper.openmmlab.sharded_states import gather
-
-            whole = gather(state)
-            if rank == 0:
-                torch.save(whole, f'{folder}/whole.pth')
-            del whole
         else:
-            sharded.save(state, f'{folder}/shards')
+            shard_files.write_folder(state, Path(folder, 'shards'))
     if level and 'meta' in way:
-        with phase('save in a thread'):
-            sharded.begin(state, f'{folder}/later').finish()
         state = None
-        laid_out = {f'model/{name}': value for name, value in model.named_parameters()}
-        for index, parameter in enumerate(model.parameters()):
-            laid_out |= {f'optimizer/state/{index}/{name}': parameter for name in ('exp_avg', 'exp_avg_sq')}
-        with phase('load'):
-            found = sharded.load(f'{folder}/shards', laid_out.get)
+        with phase('load'), shard_files.loading(SimpleNamespace(model=model)):
+            found = shard_files.load_folder(Path(folder, 'shards'))
             model.load_state_dict(found['model'])
             optimizer.load_state_dict(found['optimizer'])
             del found

@@ -251,8 +251,8 @@ class CIFAR10(_Images):
             path = Path(data_root) / name
             if not path.is_file():
                 raise FileNotFoundError(
-                    f'{path} is missing: unpack the binary version of CIFAR-10 and set data_root to its folder '
-                    f'(--cfg-options data_root=PATH).'
+                    f'{path} is missing: unpack the binary version of CIFAR-10 and write its folder '
+                    f'into the config as data_root.'
                 )
             # one byte of label, then the red, green and blue planes of 32 x 32
             rows.append(np.fromfile(path, np.uint8).reshape(-1, 1 + 3 * 32 * 32))
@@ -284,7 +284,7 @@ class ImageFolder(_Images):
         folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
         if not folders:
             raise FileNotFoundError(
-                f'{root} has no class folders: set data_root to the unpacked images (--cfg-options data_root=PATH).'
+                f'{root} has no class folders: write the folder of the unpacked images into the config as data_root.'
             )
         super().__init__([folder.name for folder in folders], pipeline)
         self.samples = [

@@ -437,7 +437,7 @@ def train(args: argparse.Namespace) -> Run:
     """
     device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     torch.backends.cudnn.deterministic = True
-    checkpoint_file.check_writable(args.out)
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     checkpoint = None if args.resume is None else read(args.resume, args)
     data = load_digits(device)
     torch.manual_seed(args.seed)

@@ -498,7 +498,7 @@ def run(args: argparse.Namespace) -> Any:
     """Train or evaluate as the options say."""
     torch.backends.cudnn.benchmark = not args.deterministic
     torch.backends.cudnn.deterministic = args.deterministic
-    checkpoint_file.check_writable(args.out)
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     with processes() as place:
         return _run(args, *place)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint import apex
+from ..checkpoint import scales
 from ..diagnostics.overflow import MOST_REPORTS
 from ..diagnostics.training_monitor import MonitorOptions, TrainingMonitor
 from ..engine import Engine, attach_together
@@ -209,7 +209,7 @@ def state_dict(
                 del state['hysteresis_tracker']
             scalers.append(state)
     result = {} if destination is None else destination
-    result.update(apex.write(scalers))
+    result.update(scales.write_apex(scalers))
     return result
 
 
@@ -231,7 +231,7 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
     speaks = not sessions or any(session.policy.verbosity >= 1 for session in sessions)
     scalers = [scaler for session in sessions for scaler in session.scalers]
     try:
-        saved = apex.read(state_dict, 'state_dict') if state_dict != {} else []
+        saved = scales.read_apex(state_dict, 'state_dict') if state_dict != {} else []
     except AmpCheckpointError as error:
         raise AmpCheckpointError(f"{error} Hand over what amp.state_dict() gave: checkpoint['amp'].") from None
     if len(saved) != len(scalers) and speaks:

@@ -1,16 +1,5 @@
-"""Checkpoints: the format of state dicts, reading and writing files, and the validation of both."""
+"""Checkpoints: the format of state dicts, and files."""
 
-from .format import FORMAT_VERSION, SavedAmp, Window, amp_part, own_form, read, write
-from .validate_optimizer import PARAMETER_SHAPED, check_optimizer_state
+from .format import FORMAT_VERSION, SavedAmp, amp_part, check_groups, own_form, read, write
 
-__all__ = [
-    'FORMAT_VERSION',
-    'PARAMETER_SHAPED',
-    'SavedAmp',
-    'Window',
-    'amp_part',
-    'check_optimizer_state',
-    'own_form',
-    'read',
-    'write',
-]
+__all__ = ['FORMAT_VERSION', 'SavedAmp', 'amp_part', 'check_groups', 'own_form', 'read', 'write']

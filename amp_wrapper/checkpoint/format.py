@@ -19,61 +19,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import AmpCheckpointError
-from . import apex, schema
+from ..policy.levels import Policy
+from .scales import as_dict, check_scaler_state, is_apex, read_apex
 
 FORMAT_VERSION = 1
-_DICT = schema.kind('a dict', Mapping)
-_GRADIENT = schema.Maybe(schema.kind('a tensor or None', Tensor))
-_TENSORS = schema.MapOf(schema.TENSOR, names=True)
-#: Of our scaler and of ``GradScaler``
-_SCALER = schema.Record(
-    {'scale': schema.POSITIVE, '_growth_tracker': schema.whole(bits=31)},
-    {
-        'dynamic': schema.SWITCH,
-        **dict.fromkeys(('growth_factor', 'backoff_factor', 'growth_interval'), schema.FINITE),
-        'hysteresis_tracker': schema.whole(bits=31),
-        **dict.fromkeys(('steps', 'skips', 'consecutive_skips'), schema.whole()),
-    },
-    missing='{path} has no key {keys} (found: {found}).',
-)
-_AMP = schema.Record(
-    {
-        'version': schema.version(FORMAT_VERSION),
-        'opt_level': schema.kind('a name', str),
-        'properties': _DICT,
-        'loss_scalers': schema.ListOf(expected='a list of one state per loss', least=1),
-    }
-)
-#: The optimizer's part, where it is of torch's form
-_OPTIMIZER = schema.Record(
-    {
-        'state': schema.MapOf(),
-        'param_groups': schema.ListOf(
-            schema.named("a dict with a list 'params'", schema.Record({'params': schema.ListOf()}))
-        ),
-    }
-)
+#: What decides what the gradients of an open accumulation mean.
+_MEANING = ('cast_model_type', 'autocast_dtype', 'num_losses', 'master_weights', 'accumulate_in_fp32')
+#: What older versions of torch did not save in a group yet, and newer ones fill in.
+_ADDED = {'maximize', 'amsgrad', 'capturable', 'differentiable', 'foreach', 'fused', 'decoupled_weight_decay'}
 
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """The gradients of an open accumulation window.
-
-    Attributes:
-        gradients: One entry per parameter in the order of the optimizer's groups; None for "no gradient".
-        unscaled: Whether they are unscaled already (several losses) or still carry the scale.
-        used: Whether each loss took part.
-        found_inf: Whether each loss overflowed.
-        foreign_found_inf: Whether gradients that came from losses of other optimizers overflowed; None without such gradients.
-        buffers: The values before the accumulation of buffers that its forward passes have changed, by qualified name.
-    """
-
-    gradients: Sequence[Tensor | None]
-    unscaled: bool
-    used: Sequence[bool]
-    found_inf: Sequence[float]
-    foreign_found_inf: float | None = None
-    buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+#: The state of torch's element-wise optimizers; others keep tensors of any shape (Adafactor's factors, say).
+_PARAMETER_SHAPED = {'momentum_buffer', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'exp_inf', 'square_avg', 'grad_avg'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,28 +37,49 @@ class SavedAmp:
     """What a state dict says about mixed precision.
 
     Attributes:
-        kind: 'own', 'torch' (mmengine's stock AmpOptimWrapper), 'apex' (its ApexOptimWrapper, or apex's own state
+        kind: 'own', 'stock' (mmengine's AmpOptimWrapper), 'apex' (its ApexOptimWrapper, or apex's own state
             merged into the optimizer's) or 'plain' (no mixed precision).
         optimizer: The rest: the optimizer's own keys.
         opt_level: The level it was saved at, or None where the file does not say.
-        properties: The resolved policy as plain values, or None.
+        properties: The resolved policy as plain values; empty where the file does not say.
         loss_scalers: One ``LossScaler`` state per loss; an empty one for a disabled ``GradScaler``.
-        window: The open accumulation window, or None.
+        window: The open accumulation, or None: ``gradients``, one entry per parameter in the order of the optimizer's groups,
+            None for "no gradient"; ``unscaled``, whether they are unscaled already; for each loss, whether it took part
+            (``used``) and overflowed (``found_inf``); ``foreign_found_inf``, whether gradients that came from losses of other
+            optimizers overflowed, where there are such; ``buffers``, by qualified name, the values before the accumulation of
+            those that its forward passes have changed.
     """
 
     kind: str
     optimizer: dict[str, Any]
     opt_level: str | None = None
-    properties: Mapping[str, Any] | None = None
+    properties: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     loss_scalers: Sequence[Mapping[str, Any]] = ()
-    window: Window | None = None
+    window: Mapping[str, Any] | None = None
+
+    def window_fits(self, policy: Policy) -> bool:
+        """Return whether the gradients of the open accumulation mean the same in another configuration.
+
+        Args:
+            policy: The configuration that resumes.
+        """
+        # files of before the option existed do not name it
+        theirs, mine = {'accumulate_in_fp32': False, **self.properties}, policy.to_dict()
+        rule = ('dynamic',) if mine['loss_scale']['dynamic'] else ('dynamic', 'init_scale')
+        same_scale = all(theirs.get('loss_scale', {}).get(key) == mine['loss_scale'][key] for key in rule)
+        return same_scale and all(theirs.get(key) == mine[key] for key in _MEANING)
+
+    def origin(self) -> str:
+        """Say who saved it, for a line of the log."""
+        how = {'stock': "by mmengine's own AmpOptimWrapper", 'apex': 'by apex', 'plain': 'without mixed precision'}
+        return f'saved {how.get(self.kind, f"at {self.opt_level}")}'
 
 
 def write(
     optimizer: Mapping[str, Any],
     properties: Mapping[str, Any],
     loss_scalers: Sequence[Mapping[str, Any]],
-    window: Window | None,
+    window: Mapping[str, Any] | None,
     stock_shaped: bool,
 ) -> dict[str, Any]:
     """Join the optimizer's state dict with ours.
@@ -111,7 +88,7 @@ def write(
         optimizer: ``Optimizer.state_dict()``; not changed.
         properties: ``Policy.to_dict()``.
         loss_scalers: ``LossScaler.state_dict()`` of each loss.
-        window: The open accumulation window, if any.
+        window: The open accumulation as of :class:`SavedAmp`, if any.
         stock_shaped: Whether ours goes inside ``loss_scaler``.
 
     Returns:
@@ -124,78 +101,59 @@ def write(
         'loss_scalers': [dict(state) for state in loss_scalers],
     }
     if window is not None:
-        always = ('gradients', 'unscaled', 'used', 'found_inf')
-        amp['window'] = {
-            key: value for key, value in vars(window).items() if key in always or value not in (None, {}, (), [])
-        }
-    result = dict(optimizer)
-    result['loss_scaler'] = dict(loss_scalers[0])
+        amp['window'] = dict(window)
+    scaler = dict(loss_scalers[0])
     if stock_shaped:
-        result['loss_scaler']['amp'] = amp
-    else:
-        result['amp'] = amp
-    return result
+        return {**optimizer, 'loss_scaler': {**scaler, 'amp': amp}}
+    return {**optimizer, 'loss_scaler': scaler, 'amp': amp}
 
 
 def amp_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``amp`` dict inside a state dict of :func:`write`, wherever it lies; an empty one where there is none."""
-    scaler = state.get('loss_scaler')
-    inside = scaler.get('amp') if isinstance(scaler, Mapping) else None
-    part = state.get('amp', inside)
+    """Return the ``amp`` dict inside a state dict of :func:`write`, wherever it lies; an empty one where there is none."""
+    part = state.get('amp', (state.get('loss_scaler') or {}).get('amp'))
     return part if isinstance(part, dict) else {}
 
 
 def own_form(optimizer: Optimizer) -> frozenset[str] | None:
-    """The keys of an optimizer's state dict where it is not of torch's form (Lookahead's, say); None where it is."""
+    """Return the keys of an optimizer's state dict where it is not of torch's form (Lookahead's, say); None where it is."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return None
     keys = frozenset(optimizer.state_dict())
     return None if {'state', 'param_groups'} <= keys else keys
 
 
-def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> SavedAmp:
-    """Take a state dict apart and validate every part of ours, applying nothing.
+def read(state: Any, form: Collection[str] | None = None) -> SavedAmp:
+    """Take a state dict apart, applying nothing.
+
+    What belongs to the optimizer is its own to check, in its ``load_state_dict``.
 
     Args:
         state: From :func:`write`, from mmengine's own wrappers, from apex, or from a bare optimizer; not changed.
-        form: The keys of the optimizer's part where they are others than torch's, from :func:`own_form`; the optimizer alone
-            knows what they hold.
+        form: The keys of the optimizer's part where they are others than torch's, from :func:`own_form`.
 
     Raises:
-        AmpCheckpointError: Damage, or a format from the future; names key and expectation.
+        AmpCheckpointError: Keys that are missing, scales that cannot be, a format from the future; names key and expectation.
     """
-    schema.MapOf().check(state, 'an optimizer state')
-    rest = dict(state)
-    for key in sorted(form) if form is not None else ('state', 'param_groups'):
-        if key not in rest:
-            if rest and all(isinstance(value, Mapping) and 'param_groups' in value for value in rest.values()):
-                raise AmpCheckpointError(
-                    f'this checkpoint holds several optimizers ({", ".join(map(str, rest))}), but one is being resumed: '
-                    f'build the OptimWrapperDict it was saved from.'
-                )
-            raise AmpCheckpointError(
-                f'the optimizer state has no key {key!r} (found: {", ".join(map(str, rest)) or "nothing"}).'
-            )
-    if form is None:
-        _OPTIMIZER.check(rest, '')
-        keys = [key for group in rest['param_groups'] for key in group['params']]
-        if any(not isinstance(key, int) or isinstance(key, bool) for key in keys) or len(set(keys)) != len(keys):
-            raise AmpCheckpointError("'param_groups' must number every parameter once: the file is damaged.")
-    label = 'apex_amp' if 'apex_amp' in rest else 'amp'
-    if label == 'apex_amp' or apex.is_apex(rest.get('amp')):
-        return _read_apex(rest, label)
-    scaler = rest.pop('loss_scaler', None)
-    amp = rest.pop('amp', None)
+    rest = dict(as_dict(state, 'an optimizer state'))
+    missing = [key for key in (form or ('param_groups', 'state')) if key not in rest]
+    if missing:
+        several = all(isinstance(value, Mapping) and 'param_groups' in value for value in rest.values())
+        remedy = ': build the OptimWrapperDict that it was saved from' if rest and several else ''
+        found = ', '.join(map(str, rest)) or 'nothing'
+        raise AmpCheckpointError(f'the optimizer state has no key {sorted(missing)[0]!r} (found: {found}){remedy}.')
+    if 'apex_amp' in rest or is_apex(rest.get('amp')):
+        return _read_apex(rest, 'apex_amp' if 'apex_amp' in rest else 'amp')
+    scaler, amp = rest.pop('loss_scaler', None), rest.pop('amp', None)
     if scaler is not None:
         check_scaler_state(scaler)
         scaler = dict(scaler)
         amp = scaler.pop('amp', amp)
-    if amp is None:
-        if scaler is None:
-            return SavedAmp('plain', rest)
-        # a scaler is disabled where nothing is scaled (bfloat16), and then nothing in the file says which type it was
-        return SavedAmp('torch', rest, opt_level='O1' if scaler else None, loss_scalers=[scaler])
-    return _read_own(rest, amp)
+    if amp is not None:
+        return _read_own(rest, as_dict(amp, 'amp'))
+    if scaler is None:
+        return SavedAmp('plain', rest)
+    # a scaler is disabled where nothing is scaled (bfloat16), and then nothing in the file says which type it was
+    return SavedAmp('stock', rest, opt_level='O1' if scaler else None, loss_scalers=[scaler])
 
 
 def _read_apex(rest: dict[str, Any], label: str) -> SavedAmp:
@@ -204,53 +162,56 @@ def _read_apex(rest: dict[str, Any], label: str) -> SavedAmp:
         raise AmpCheckpointError(
             f"the optimizer state holds apex's loss scale and another one ({', '.join(both)}): remove the keys of all but one."
         )
-    return SavedAmp('apex', rest, loss_scalers=apex.read(rest.pop(label), label))
+    return SavedAmp('apex', rest, loss_scalers=read_apex(rest.pop(label), label))
 
 
-def check_scaler_state(state: Any, path: str = 'loss_scaler') -> None:
-    """Validate the saved state of a loss scaler without applying it.
+def _read_own(rest: dict[str, Any], amp: Mapping[str, Any]) -> SavedAmp:
+    if amp.get('version') != FORMAT_VERSION:
+        raise AmpCheckpointError(
+            f"amp['version']={amp.get('version')!r}, and this amp_wrapper reads {FORMAT_VERSION}: upgrade amp_wrapper."
+        )
+    if missing := [key for key in ('opt_level', 'properties', 'loss_scalers') if not amp.get(key)]:
+        raise AmpCheckpointError(f"'amp' has no {missing[0]!r}: the file is damaged.")
+    for index, state in enumerate(amp['loss_scalers']):
+        check_scaler_state(state, f"amp['loss_scalers'][{index}]")
+    return SavedAmp('own', rest, amp['opt_level'], amp['properties'], list(amp['loss_scalers']), amp.get('window'))
+
+
+def check_groups(saved: SavedAmp, optimizer: Optimizer) -> None:
+    """Check that a saved state is of an optimizer of this kind with these parameters, applying nothing.
 
     Args:
-        state: Of our scaler or of ``GradScaler``; empty for a disabled one.
-        path: How messages call it.
+        saved: Of torch's form.
+        optimizer: The one that would take it over; not changed.
 
     Raises:
-        AmpCheckpointError: Names the key, the value and what was expected.
+        AmpCheckpointError: Another number of groups or parameters; a hyper-parameter that the file lacks.
     """
-    if not (isinstance(state, Mapping) and not state):
-        _SCALER.check(state, path)
-
-
-def _read_own(rest: dict[str, Any], amp: Any) -> SavedAmp:
-    _AMP.check(amp, 'amp')
-    schema.Record(optional={'loss_scale': _DICT}).check(amp['properties'], "amp['properties']")
-    scalers = list(amp['loss_scalers'])
-    for index, state in enumerate(scalers):
-        check_scaler_state(state, f"amp['loss_scalers'][{index}]: loss_scaler")
-    saved, window = amp.get('window'), None
-    if saved is not None:
-        _accumulation(rest, len(scalers)).check(saved, "amp['window']")
-        window = Window(**{name: saved[name] for name in Window.__dataclass_fields__ if name in saved})
-    return SavedAmp('own', rest, amp['opt_level'], amp['properties'], scalers, window)
-
-
-def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
-    """What an open accumulation window of so many losses holds."""
-    groups = rest.get('param_groups')
-    # where the form is the optimizer's own, the number of parameters is unknown
-    count = None if groups is None else sum(len(group['params']) for group in groups)
-    losses = f'a list of {num_losses}, one per loss'
-    return schema.Record(
-        {
-            'gradients': schema.ListOf(_GRADIENT, f'a list of {count}, one per parameter', count),
-            'unscaled': schema.SWITCH,
-            'used': schema.named(f'{losses}, of True and False only', schema.ListOf(schema.SWITCH, length=num_losses)),
-            'found_inf': schema.named(f'{losses}, of 0 and 1 only', schema.ListOf(schema.FLAG, length=num_losses)),
-        },
-        {
-            'foreign_found_inf': schema.Maybe(schema.FLAG),
-            'buffers': schema.Is('', _TENSORS.fits, '{path} must be a dict of tensors by name.'),
-            # of files of 0.2.0, which restored those as well
-            'averages': schema.ListOf(schema.Record({'before': _TENSORS, 'now': _TENSORS})),
-        },
-    )
+    theirs, mine = saved.optimizer['param_groups'], optimizer.param_groups
+    if len(theirs) != len(mine):
+        raise AmpCheckpointError(
+            f'the checkpoint has {len(theirs)} parameter groups and the optimizer {len(mine)}: load the weights only.'
+        )
+    # what other libraries keep is theirs to know
+    is_known = type(optimizer).__module__.startswith(('torch.optim', 'amp_wrapper.optim'))
+    needed = set(optimizer.defaults) - _ADDED if is_known else set()
+    pairs: list[tuple[Any, Tensor]] = []
+    for index, (there, here) in enumerate(zip(theirs, mine)):
+        parameters = as_dict(there, f"'param_groups'[{index}]").get('params', ())
+        if len(parameters) != len(here['params']):
+            many, count = len(parameters), len(here['params'])
+            raise AmpCheckpointError(
+                f"'param_groups'[{index}] has {many} 'params', not {count}: the model has changed."
+            )
+        if lost := sorted(needed - set(there)):
+            kind = type(optimizer).__name__
+            raise AmpCheckpointError(f"'param_groups'[{index}] lacks {lost[0]!r}: it was not saved by {kind}.")
+        pairs += zip(parameters, here['params'])
+    gradients = saved.window['gradients'] if saved.window is not None else ()
+    shaped = [("amp['window']['gradients']", value, each) for value, (_, each) in zip(gradients, pairs)]
+    for key, parameter in pairs if is_known else ():
+        state = saved.optimizer['state'].get(key, {})
+        shaped += [(f"'state'[{key}][{name!r}]", state.get(name), parameter) for name in _PARAMETER_SHAPED]
+    for label, value, parameter in shaped:
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise AmpCheckpointError(f'{label} has the shape {tuple(value.shape)}, not {tuple(parameter.shape)}.')

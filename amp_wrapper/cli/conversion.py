@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import convert, describe, sharded
+from ..checkpoint import convert, inspect
 from ..checkpoint import file as checkpoint_file
 from ..errors import AmpUsageError
 
@@ -24,13 +24,18 @@ def run(args: argparse.Namespace) -> None:
         AmpError: As :func:`amp_wrapper.cli.convert.run` says.
     """
     source = Path(args.source)
-    file = sharded.load(source) if source.is_dir() else checkpoint_file.load(source)
+    if source.is_dir():
+        from ..openmmlab import shard_files
+
+        file = shard_files.load_folder(source)
+    else:
+        file = checkpoint_file.load(source)
     source = _named(args.source)
     if args.inspect:
-        print('\n'.join(describe.report(source, file)))
+        print('\n'.join(inspect.lines_of(file)))
     if args.to:
         out, notes = write(args, source, file)
-        print(f'{source.name} -> {out} ({describe.byte_count(describe.size(out))})')
+        print(f'{source.name} -> {out} ({out.stat().st_size / 1e6:.1f} MB)')
         for note in notes:
             print(f'  note: {note}')
 
@@ -51,25 +56,11 @@ def write(args: argparse.Namespace, source: Path, file: Any) -> tuple[Path, list
     out = _named(args.out) if args.out else source.with_name(f'{stem}{_ending(args)}.pth')
     if not args.publish:
         _check_not_source(out, source)
-    if args.to == 'sharded':
-        if out.is_dir() and not sharded.is_folder(out):
-            raise AmpUsageError(
-                f'OUT={args.out or out} is a folder, and no checkpoint: give the name of the folder to make, such as '
-                f'{Path(args.out or out) / (source.stem + _ending(args))}.'
-            )
-        sharded.save(file, out, lambda tensor: bool(tensor.ndim))
-        return out, ['scalars, and what is no tensor, are in rest.pth']
     if out.is_dir():
         raise AmpUsageError(f'OUT={args.out} is a folder: give the name of a file.')
-    if args.to in convert.WEIGHT_TYPES:
-        result, notes = convert.to_weights(file, convert.WEIGHT_TYPES[args.to], args.weights or 'average')
-    else:
-        result, notes = convert.to_stock(file, args.epoch, args.iter, args.weights)
+    result, notes = convert.to_weights(file, convert.WEIGHT_TYPES[args.to], args.weights or 'average')
     if not args.publish:
         checkpoint_file.save(result, out)
-        # both are resumable and of one time and iteration: the newest file of a folder stays the original
-        moment = min(out.stat().st_mtime, source.stat().st_mtime) - 1
-        os.utime(out, (moment, moment))
         return out, notes
     # the name depends on the content, so it is known only now; torch.hub's check_hash reads it from there
     unnamed = out.with_name(f'{out.stem}.unnamed{out.suffix}')

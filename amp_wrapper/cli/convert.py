@@ -1,15 +1,14 @@
-"""``amp-wrapper convert``: look into a checkpoint of any kind, and turn it into weights or into a file for mmengine."""
+"""``amp-wrapper convert``: look into a checkpoint of any kind, and turn it into weights."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-HELP = 'look into a checkpoint of any kind, and turn it into weights or a file for mmengine'
+HELP = 'look into a checkpoint of any kind, and turn it into weights'
 #: Those of :mod:`amp_wrapper.checkpoint.convert`, which imports torch.
 WEIGHT_TYPES = ('fp32', 'fp16', 'bf16')
 WEIGHTS = ('average', 'trained')
-TARGETS = (*WEIGHT_TYPES, 'stock', 'sharded')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Gets them.
     """
-    parser.description = 'Look into a checkpoint file of any kind, or turn it into one for mmengine, or into weights.'
+    parser.description = 'Look into a checkpoint of any kind, or take the weights out of it, in another type.'
     parser.epilog = f'example: {parser.prog} work_dirs/cnn_o2/epoch_10.pth --to fp16 --publish'
     parser.add_argument(
         'source',
@@ -29,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--inspect', action='store_true', help='print what is in SRC; writes nothing without --to')
     parser.add_argument(
         '--to',
-        choices=TARGETS,
-        help='fp32, fp16, bf16: weights alone in that type; stock: mmengine resumes from it without this package; '
-        'sharded: a folder of which each rank of a sharded run reads its part',
+        choices=WEIGHT_TYPES,
+        help='the type of the weights, which are all that is written',
     )
     parser.add_argument(
         '--weights',
@@ -43,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action='store_true',
         help='weights alone (fp32 unless --to says otherwise), with the first 8 digits of its SHA-256 in the file name',
     )
-    parser.add_argument('--epoch', type=int, metavar='N', help='with stock: finished epochs, if SRC does not tell')
-    parser.add_argument('--iter', type=int, metavar='N', help='with stock: finished iterations, likewise')
 
 
 def parse_args(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
@@ -58,10 +54,6 @@ def parse_args(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
     args = parser.parse_intermixed_args(words)
     if args.publish:
         args.to = args.to or 'fp32'
-        if args.to not in WEIGHT_TYPES:
-            parser.error(f'--publish is for weights, not for --to {args.to}')
-    if args.to != 'stock' and (args.epoch, args.iter) != (None, None):
-        parser.error('--epoch and --iter are for --to stock')
     if args.to is None and not args.inspect:
         parser.error(f'nothing to do with {args.source}: give --inspect, --to or --publish')
     if args.out and not args.to:

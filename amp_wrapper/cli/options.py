@@ -1,33 +1,12 @@
-"""Options that several commands have. Reading them imports neither torch nor mmengine, but for values of ``--cfg-options``."""
+"""Options that several commands have. Reading them imports neither torch nor mmengine."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from typing import Any
 
 #: Those of :mod:`amp_wrapper.policy`, which imports torch.
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
-
-
-class _ConfigOptions(argparse.Action):
-    """``KEY=VALUE ...`` as a dict; mmengine, which knows how to read the values, is imported where there are some."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        from ..openmmlab.config_options import parse_options
-
-        try:
-            options = parse_options([str(value) for value in values or ()])
-        except ValueError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **options})
 
 
 def count(text: str) -> int:
@@ -62,28 +41,21 @@ def add_config(parser: argparse.ArgumentParser, help: str = 'override entries of
     """The config file and ``--cfg-options``.
 
     Args:
-        parser: Gets ``config``, a path, and ``cfg_options``, a dict or None.
+        parser: Gets ``config``, a path, and ``cfg_options``, a list or None.
         help: What ``--cfg-options`` is for.
     """
     parser.add_argument('config', metavar='CONFIG', help='config file, text or pure Python')
-    parser.add_argument('--cfg-options', nargs='+', action=_ConfigOptions, metavar='KEY=VALUE', help=help)
+    parser.add_argument('--cfg-options', nargs='+', action='extend', metavar='KEY=VALUE', help=help)
 
 
 def add_trial(parser: argparse.ArgumentParser, checkpoint: str) -> None:
     """What a trial of a model runs with, and the files that it writes.
 
     Args:
-        parser: Gets ``checkpoint``, ``input_shape``, ``html`` and ``json``; each may be None.
+        parser: Gets ``checkpoint``, ``html`` and ``json``; each may be None.
         checkpoint: What ``--checkpoint`` is for.
     """
     parser.add_argument('--checkpoint', metavar='FILE', help=checkpoint)
-    parser.add_argument(
-        '--input-shape',
-        nargs='+',
-        type=int,
-        metavar='N',
-        help='generate data of this shape, C H W or N C H W, and read none',
-    )
     parser.add_argument('--html', metavar='FILE', help='write a page that needs no network')
     parser.add_argument('--json', metavar='FILE', help='write everything as JSON')
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         AmpError: Config, options, checkpoint or data cannot be used; a file cannot be written.
     """
-    from ..openmmlab import reporting
+    from ..openmmlab import commands
 
-    reporting.report(args)
+    commands.report(args)
     return 0

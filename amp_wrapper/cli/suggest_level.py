@@ -68,6 +68,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         AmpError: Config, data or options cannot be used; a file cannot be written.
     """
-    from ..openmmlab.suggesting import suggest_from_config
+    from ..openmmlab import commands
 
-    return suggest_from_config(args)
+    return commands.suggest_level(args)

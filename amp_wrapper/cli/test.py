@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         'checkpoint',
         metavar='CHECKPOINT',
-        help='checkpoint file; its weights are FP32 whatever the level of the training',
+        help='checkpoint file or URL; its weights are FP32 whatever the level of the training',
     )
     parser.add_argument('--work-dir', help='folder for logs and metrics; default: work_dirs/<name of the config>')
     parser.add_argument(
@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
         AmpError: Config, options or checkpoint cannot be used.
     """
     options.note_rank(args)
-    from ..openmmlab import testing
+    from ..openmmlab import commands
 
-    metrics = testing.test(args)
-    shown = ', '.join(f'{key} {value:.2f}' for key, value in metrics.items())
-    print(f'\nTested at {args.opt_level or "FP32"}: {shown}')
+    commands.test(args)
     return 0

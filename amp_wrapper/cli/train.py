@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f'example: {parser.prog} configs/digits/cnn_o2.py --opt-level O5 --seed 1'
     options.add_config(
         parser,
-        'override entries of the config, e.g. optim_wrapper.loss_scale=1024 train_cfg.max_epochs=20 data_root=PATH',
+        'override entries of the config, e.g. optim_wrapper.loss_scale=1024 train_cfg.max_epochs=20',
     )
     parser.add_argument('--work-dir', help='folder for logs and checkpoints; default: work_dirs/<name of the config>')
     parser.add_argument(
@@ -27,13 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs='?',
         const='auto',
         metavar='auto|PATH',
-        help='go on from a checkpoint, bit for bit: a path, or "auto" (also without a value) for the newest complete one in '
+        help='go on from a checkpoint, bit for bit: a path, a URL, or "auto" (also without a value) for the newest one in '
         'the work dir',
-    )
-    parser.add_argument(
-        '--save-on-sigterm',
-        action='store_true',
-        help='on SIGTERM (preemption), save at the next step boundary and exit with code 0',
     )
     parser.add_argument(
         '--amp',
@@ -51,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action='store_true',
         help="scale the learning rate to the real batch size, by the config's rule",
     )
-    parser.add_argument('--seed', type=options.seed, help='seed of all random generators; a resumed run keeps its own')
+    parser.add_argument('--seed', type=options.seed, help='seed of all random generators')
     options.add_launcher(parser)
 
 
@@ -68,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         AmpError: Config, options or checkpoint cannot be used.
     """
     options.note_rank(args)
-    from ..openmmlab import training
+    from ..openmmlab import commands
 
-    training.train(args)
+    commands.train(args)
     return 0

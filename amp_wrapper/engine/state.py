@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..checkpoint import report
 from ..distributed_internals import hold_back
 from ..errors import AmpCheckpointError, logger
 from ..policy.nested import parameters_of
@@ -32,7 +31,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     return checkpoint.write(state, engine.policy.to_dict(), states, _open_accumulation(engine), stock_shaped)
 
 
-def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
+def _open_accumulation(engine: Engine) -> dict[str, Any] | None:
     if not engine.is_accumulating:
         return None
     # shards are averages, unless somebody waits with that; what is unscaled has left flags on its rank
@@ -43,12 +42,18 @@ def _open_accumulation(engine: Engine) -> checkpoint.Window | None:
         return None
     found, of_others = engine.flags.state()
     buffers = {name: copy for snapshot in engine.snapshots for name, copy in snapshot.state().items()}
-    saved, unscaled = engine.gradients.save(engine.params.lists()), engine.gradients.after_each_pass
-    return checkpoint.Window(saved, unscaled, list(engine.flags.used), found, of_others, buffers)
+    return {
+        'gradients': engine.gradients.save(engine.params.lists()),
+        'unscaled': engine.gradients.after_each_pass,
+        'used': list(engine.flags.used),
+        'found_inf': found,
+        **({} if of_others is None else {'foreign_found_inf': of_others}),
+        **({'buffers': buffers} if buffers else {}),
+    }
 
 
-def check_state(optimizer: Optimizer, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
-    """Whether a state dict can be taken over, applying nothing.
+def check_state(optimizer: Optimizer, state: Any) -> checkpoint.SavedAmp:
+    """Check that a state dict is of an optimizer and scales such as these, applying nothing.
 
     Args:
         optimizer: Of the engine.
@@ -60,12 +65,19 @@ def check_state(optimizer: Optimizer, state: Mapping[str, Any]) -> checkpoint.Sa
     form = checkpoint.own_form(optimizer)
     saved = checkpoint.read(state, form)
     if form is None:
-        checkpoint.check_optimizer_state(saved, optimizer)
+        checkpoint.check_groups(saved, optimizer)
     return saved
 
 
-def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
-    """Take over a state dict; before or after attaching."""
+def load_state(engine: Engine, state: Any) -> str:
+    """Take over a state dict; before or after attaching.
+
+    Returns:
+        A line for the log: whose state it was, and what of it could not be kept.
+
+    Raises:
+        AmpCheckpointError: As :func:`check_state`; or the optimizer refuses its part. Nothing has been applied.
+    """
     optimizer, policy = engine.optimizer, engine.policy
     assert optimizer is not None
     saved = check_state(optimizer, state)
@@ -76,7 +88,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
         raise AmpCheckpointError(f'the optimizer state does not fit {type(optimizer).__name__}: {error}') from error
     if not policy.enabled:
         dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
-        return report.describe(saved, policy, [], dropped)
+        return _line(saved, 'without mixed precision', dropped)
     _keep_scalar_state(optimizer, saved.optimizer)
     engine.pending = None
     if engine.attached:
@@ -87,14 +99,21 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> list[str]:
         # of another file
         snapshot.load({})
     if saved.window is not None:
-        if not report.window_fits(saved, policy):
+        if not saved.window_fits(policy):
             dropped.append('the gradients of an unfinished accumulation, which belong to another configuration')
         elif engine.attached:
             restore_accumulation(engine, saved.window)
         else:
             # the gradients alone: a second copy of the optimizer state would wait in memory for nothing
             engine.pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
-    return report.describe(saved, policy, scales, dropped, new)
+    dropped += [f'no loss scale was saved: it starts at {scale:g}' for scale in new]
+    shown = ', '.join(f'{scale:g}' for scale in scales)
+    return _line(saved, policy.opt_level + (f' with loss scale {shown}' if scales else ''), dropped)
+
+
+def _line(saved: checkpoint.SavedAmp, resumed: str, dropped: list[str]) -> str:
+    line = f'{saved.origin()}, resumed at {resumed}'
+    return f'{line}; not kept: {"; ".join(dropped)}' if dropped else line
 
 
 def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -126,18 +145,18 @@ def _keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 state[name] = value.detach().to(now.device, copy=True)
 
 
-def restore_accumulation(engine: Engine, window: checkpoint.Window) -> None:
+def restore_accumulation(engine: Engine, window: Mapping[str, Any]) -> None:
     """Put back the gradients of an accumulation that was open when it was saved."""
-    saved, unscales = window.gradients, engine.gradients.after_each_pass
-    if window.unscaled != unscales:
+    saved, unscales = window['gradients'], engine.gradients.after_each_pass
+    if window['unscaled'] != unscales:
         # of an earlier version, or of a wrapper that had no others beside it then, or had some
         scale = engine.scales.first.get_scale()
         factor = 1 / scale if unscales else scale
         saved = [None if gradient is None else gradient.float() * factor for gradient in saved]
     engine.gradients.restore(saved, engine.params.lists())
-    engine.flags.restore(window.used, window.found_inf, window.foreign_found_inf)
+    engine.flags.restore(window['used'], window['found_inf'], window.get('foreign_found_inf'))
     for snapshot in engine.snapshots:
-        snapshot.load(window.buffers)
+        snapshot.load(window.get('buffers', {}))
     engine.is_accumulating = True
     if engine.policy.verbosity >= 1:
         logger.info('amp: the gradients of an unfinished accumulation were in the checkpoint and are back')

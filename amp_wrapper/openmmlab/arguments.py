@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import policy
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, nearest
 from ..policy.options import is_count
-from .patches.schedules import ON_SKIP
 
-_PARENT_WORDS = ('optimizer', 'accumulative_counts', 'clip_grad')
+_PARENT_ARGUMENTS = ('optimizer', 'accumulative_counts', 'clip_grad')
 
 
 def resolve(
-    options: Mapping[str, Any], on_skip: str, use_fsdp: bool, parent: Mapping[str, Any], own: Sequence[str]
+    options: Mapping[str, Any], use_fsdp: bool, parent: Mapping[str, Any], own: Sequence[str]
 ) -> tuple[policy.Policy, GradientClip | None]:
     """Read the arguments of a wrapper, changing nothing.
 
     Args:
         options: For :func:`amp_wrapper.policy.resolve`.
-        on_skip: As of the wrapper.
         use_fsdp: As of the wrapper.
         parent: Keyword arguments for mmengine's ``OptimWrapper``.
         own: The names that the wrapper itself knows.
@@ -42,14 +40,18 @@ def resolve(
         clip = GradientClip.parse(parent.get('clip_grad'))
     except AmpConfigError as error:
         problems += error.problems
-    if on_skip not in ON_SKIP:
-        problems.append(
-            f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
-            "or 'hold' (they wait)."
-        )
     if options['master_weights'] == 'split' and clip is not None and clip.not_fused:
         problems.append(clip.not_fused)
-    problems += _check_parent(parent, [*own, *_PARENT_WORDS])
+    known = [*own, *_PARENT_ARGUMENTS]
+    unknown = [name for name in parent if name not in _PARENT_ARGUMENTS]
+    problems += [f'unknown argument {name!r}{nearest(name, known)}: known are {", ".join(known)}.' for name in unknown]
+    if parent.get('optimizer') is None:
+        problems.append(
+            "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
+        )
+    counts = parent.get('accumulative_counts', 1)
+    if not is_count(counts):
+        problems.append(f'accumulative_counts={counts!r} must be a whole number of at least 1.')
     if use_fsdp:
         problems.append(
             "use_fsdp=True is for FSDP's first version, which is not supported: leave it out, and write "
@@ -58,15 +60,3 @@ def resolve(
     if problems or resolved is None:
         raise AmpConfigError(problems)
     return resolved, clip
-
-
-def _check_parent(words: Mapping[str, Any], known: list[str]) -> Iterator[str]:
-    """What mmengine would only assert on."""
-    for name in words:
-        if name not in _PARENT_WORDS:
-            yield f'unknown argument {name!r}{nearest(name, known)}: known are {", ".join(known)}.'
-    if words.get('optimizer') is None:
-        yield "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
-    counts = words.get('accumulative_counts', 1)
-    if not is_count(counts):
-        yield f'accumulative_counts={counts!r} must be a whole number of at least 1.'

@@ -18,8 +18,7 @@ from ..errors import NonfiniteError
 from ..policy import OptLevel, resolve
 from ..registry import HOOKS
 from . import attaching
-from .data_elements import cast_data_element
-from .wrappers import inner_model, wrappers_of
+from .attaching import cast_data_element, inner_model, wrappers_of
 
 
 @HOOKS.register_module()
@@ -98,6 +97,8 @@ class NonfiniteHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Begin to watch."""
+        # of a training that an exception has ended
+        self.after_train(runner)
         self._watch = NonfiniteWatch(inner_model(runner.model))
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:

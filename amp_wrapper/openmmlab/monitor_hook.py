@@ -21,11 +21,7 @@ from ..diagnostics.training_monitor import MonitorOptions, TrainingMonitor
 from ..engine import Engine
 from ..registry import HOOKS
 from . import attaching
-from .wrappers import inner_model, wrappers_of
-
-#: Under this name mmengine's message hub saves, for each wrapper, the counters of steps at the last measurement, and whether
-#: the next step is measured, and per layer too: five whole numbers.
-STATE = 'amp_monitor'
+from .attaching import inner_model, wrappers_of
 
 
 @HOOKS.register_module()
@@ -51,8 +47,8 @@ class AmpMonitorHook(Hook):
         AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``.
     """
 
-    # before the logger reads
-    priority = 'NORMAL'
+    # before AmpRunnerHook brings the numbers to the log
+    priority = 'ABOVE_NORMAL'
 
     def __init__(
         self,
@@ -74,7 +70,6 @@ class AmpMonitorHook(Hook):
         # of a training that an exception has ended
         self.after_train(runner)
         wrappers = wrappers_of(runner)
-        saved = (runner.message_hub.get_info(STATE) or {}) if runner.iter else {}
         for name, wrapper in wrappers.items():
             if not wrapper.policy.enabled:
                 continue
@@ -83,8 +78,6 @@ class AmpMonitorHook(Hook):
             watch = TrainingMonitor(self._options, Path(runner.log_dir, 'vis_data'), Path(runner.work_dir), name, take)
             attach = attach_members({key: each._engine for key, each in wrappers.items()}, name)
             watch.watch(wrapper._engine, [inner_model(runner.model)], attach, _own_message_hub)
-            if name in saved:
-                watch.numbers.resume(saved[name], wrapper._engine.scales.steps.counts)
             self._watches[name] = watch
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
@@ -96,15 +89,6 @@ class AmpMonitorHook(Hook):
         """Write what has reached the host."""
         for watch in self._watches.values():
             watch.hand_on()
-
-    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Save where the last measurement was, so that a resumed run has the same numbers. Syncs."""
-        states = {name: watch.numbers.state() for name, watch in self._watches.items()}
-        state = {name: value for name, value in states.items() if value is not None}
-        hub = checkpoint.get('message_hub')
-        if state and isinstance(hub, dict):
-            hub['runtime_info'] = {**hub['runtime_info'], STATE: state}
-            hub['resumed_keys'] = {**hub['resumed_keys'], STATE: True}
 
     def after_train(self, runner: Any) -> None:
         """Take the hooks off the model."""

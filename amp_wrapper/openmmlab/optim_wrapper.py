@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from .. import ops
 from ..checkpoint import amp_part
 from ..compiler_internals import eager_block
-from ..engine import Engine, backward, before_forward, detach, forward_context, refuse_direct_steps, take_step
+from ..engine import Engine, backward, before_forward, detach, forward_context, take_step
 from ..engine import attach as attach_engine
 from ..engine import state as engine_state
 from ..engine.flags import COLUMNS, StepResult
 from ..engine.loss_scale import LossScaler
-from ..errors import logger
+from ..errors import AmpAttachError, logger
 from ..policy import OptLevel, Policy
 from ..policy.levels import DEFAULT_MAX_LOSS_SCALE
 from ..policy.options import Fp32Names
 from ..registry import OPTIM_WRAPPERS
-from . import arguments, attaching, patches, wrapper_state
+from . import arguments, attaching, patches
 from .device_log import DeviceLog
-from .patches.wrapper_dict import attach_siblings
 
 patches.install()
 
@@ -46,7 +45,7 @@ class AmpOptimWrapper(OptimWrapper):
         loss_scale: 'dynamic', a positive number (also as a string), a dict in ``GradScaler``'s words, or None for the
             level's own.
         dtype: 'float16' or 'bfloat16' (with O1, O2, O3); 'float32' and 'float64' mean no autocast. Also torch dtypes.
-        use_fsdp: Of mmengine's FSDPStrategy; True is refused: ``MMFullyShard`` and ``FullyShardStrategy`` shard.
+        use_fsdp: Of mmengine's FSDPStrategy; True is refused: ``MMFullyShard`` shards.
         opt_level: 'O0' FP32, 'O1' autocast to float16, 'O2' float16 model with FP32 masters, 'O3' pure 16-bit,
             'O4' and 'O5' the bfloat16 counterparts of O1 and O2.
         enabled: False makes this a plain ``OptimWrapper``, its checkpoints included.
@@ -69,8 +68,6 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether accumulated gradients of 16-bit weights are summed in FP32, for 2 more bytes per weight.
         restore_buffers_on_skip: Whether a skipped step undoes what its forward passes did to buffers.
-        on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
-            device once an iteration.
         from_16bit: Whether trainable weights that are 16-bit already are taken: FP32 values begin as these. Frozen ones are.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
 
@@ -112,13 +109,12 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: int | None = 50,
         accumulate_in_fp32: bool = False,
         restore_buffers_on_skip: bool = True,
-        on_skip: str = 'advance',
         from_16bit: bool = False,
         keep_inputs: str | list[str] | tuple[str, ...] | None = None,
         **kwargs: Any,
     ) -> None:
-        options = {k: v for k, v in locals().items() if k in {*_OWN_ARGUMENTS} - {'on_skip', 'use_fsdp'}}
-        resolved, self._clip = arguments.resolve(options, on_skip, use_fsdp, kwargs, _OWN_ARGUMENTS)
+        options = {name: value for name, value in locals().items() if name in _OWN_ARGUMENTS and name != 'use_fsdp'}
+        resolved, self._clip = arguments.resolve(options, use_fsdp, kwargs, _OWN_ARGUMENTS)
         self._engine = Engine(resolved, kwargs['optimizer'])
         if kwargs.get('clip_grad') is not None:
             # mmengine pops from the dict it is given
@@ -126,10 +122,8 @@ class AmpOptimWrapper(OptimWrapper):
         super().__init__(**kwargs)
         #: Takes numbers of the device to the log without a wait.
         self.device_log = DeviceLog(self.message_hub, self._engine)
-        # of the step since the last backward pass, and of the last step that no schedule has heard of
+        # of the step since the last backward pass
         self._last: StepResult | None = None
-        self._unreported: StepResult | None = None
-        self.on_skip = on_skip
         self._say(f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}')
 
     @property
@@ -141,11 +135,6 @@ class AmpOptimWrapper(OptimWrapper):
     def opt_level(self) -> OptLevel:
         """'O0' to 'O5', after ``dtype`` was applied."""
         return self._engine.policy.opt_level
-
-    @property
-    def cast_dtype(self) -> torch.dtype | None:
-        """The autocast type, under the name that mmengine's own wrapper uses; None without autocast."""
-        return self._engine.policy.autocast_dtype
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -163,17 +152,8 @@ class AmpOptimWrapper(OptimWrapper):
         return self._engine.is_accumulating and any(self._engine.flags.used)
 
     @property
-    def member_name(self) -> str:
-        """Its name in an ``OptimWrapperDict``, which stands in front of what it logs; '' for a wrapper on its own."""
-        return self._engine.label
-
-    @member_name.setter
-    def member_name(self, name: str) -> None:
-        self._engine.label = name
-
-    @property
     def log_prefix(self) -> str:
-        """What stands in front of its numbers in the log: 'train/', and the name of the member."""
+        """What stands in front of its numbers in the log: 'train/', and its name in an ``OptimWrapperDict``."""
         name = self._engine.label
         return f'train/{name}_' if name else 'train/'
 
@@ -181,16 +161,24 @@ class AmpOptimWrapper(OptimWrapper):
         """Every tensor that the optimizer steps: masters, FP32 parameters, 16-bit weights with ``master_weights='split'``."""
         yield from self._engine.master_params()
 
-    def join(self, others: Iterable[Any]) -> None:
+    def join(self, others: Iterable[Any], name: str = '') -> None:
         """Say which other wrappers train parts of the same model. mmengine's ``OptimWrapperDict`` needs no call.
 
         Args:
             others: Of this class; losses of this one may reach their parameters.
+            name: Stands in front of its lines and numbers in the log.
 
         Raises:
             AmpAttachError: A parameter that two optimizers step; a wrapper of mmengine, whose losses know no loss scale.
         """
-        self._engine.join(other._engine for other in attaching.only_ours(others, self.policy))
+        ours = [other for other in others if isinstance(other, AmpOptimWrapper) or not self.policy.enabled]
+        if foreign := [other for other in others if other not in ours]:
+            raise AmpAttachError(
+                f'{type(foreign[0]).__name__} of mmengine beside AmpOptimWrapper: gradients that one brings to the other would '
+                f"carry a wrong loss scale. Write AmpOptimWrapper(opt_level='O0') in its place, which trains in FP32."
+            )
+        self._engine.label = name
+        self._engine.join(other._engine for other in ours if isinstance(other, AmpOptimWrapper))
 
     def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
         """Cast the model and make the masters, once, from its present weights. mmengine's runner needs no call.
@@ -206,7 +194,6 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if not self._engine.attached:
             attaching.attach(self._engine, model, foreign)
-            refuse_direct_steps(self._engine)
 
     def detach(self) -> None:
         """Give the model its FP32 weights (the masters) and the optimizer its own parameters. Under DDP, on every rank.
@@ -244,7 +231,7 @@ class AmpOptimWrapper(OptimWrapper):
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """As mmengine's wrapper does, and cast the model: its weights were initialised or loaded by now."""
         super().initialize_count_status(model, init_counts, max_counts)
-        self._attach_all(model)
+        attaching.attach_members(self._engine, model)
 
     @eager_block
     @contextmanager
@@ -254,16 +241,10 @@ class AmpOptimWrapper(OptimWrapper):
         Args:
             model: The model, wrapped or not.
         """
-        self._attach_all(model)
+        attaching.attach_members(self._engine, model)
         before_forward(self._engine, model)
         with super().optim_context(model), forward_context(self._engine, model):
             yield
-
-    def _attach_all(self, model: nn.Module) -> None:
-        if not self._engine.attached:
-            # members of an OptimWrapperDict attach together, so that each knows what the others step
-            attach_siblings(self, model)
-            self.attach(model)
 
     def update_params(
         self,
@@ -317,7 +298,7 @@ class AmpOptimWrapper(OptimWrapper):
             # mmengine's users may change the limit between steps
             self._clip = dataclasses.replace(self._clip, arguments=self.clip_grad_kwargs)
         result = take_step(self._engine, self._clip, **kwargs)
-        self._last = self._unreported = result
+        self._last = result
         if result.info is not None:
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
             prefix = self.log_prefix
@@ -327,11 +308,6 @@ class AmpOptimWrapper(OptimWrapper):
     def step_was_skipped(self) -> bool:
         """Whether the step since the last backward pass was left out. Syncs, where the host does not know."""
         return self._last is not None and self._last.was_skipped()
-
-    def take_skip(self) -> bool:
-        """Whether a step was skipped since this was last asked, for schedules that wait. Syncs as :meth:`step_was_skipped`."""
-        result, self._unreported = self._unreported, None
-        return result is not None and result.was_skipped()
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of model weights and masters; ``kwargs`` are those of ``Optimizer.zero_grad``."""
@@ -351,8 +327,8 @@ class AmpOptimWrapper(OptimWrapper):
             state['base_param_settings'] = self.base_param_settings
         return state
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Validate what :meth:`load_state_dict` would be given, and apply nothing.
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Check what :meth:`load_state_dict` would be given, and apply nothing.
 
         Args:
             state_dict: Not changed.
@@ -360,25 +336,24 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Names the key and what was expected.
         """
-        state, _, _ = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        engine_state.check_state(self.optimizer, state)
+        engine_state.check_state(self.optimizer, state_dict)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Resume from our own checkpoints, those of mmengine's own wrappers or apex's; logs what cannot be kept.
 
         Args:
             state_dict: Not changed.
 
         Raises:
-            AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
+            AmpCheckpointError: A checkpoint of another kind. Nothing has been applied.
         """
-        state, base, count = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        notes = engine_state.load_state(self._engine, state)
-        self._inner_count = count
+        state = {**state_dict} if isinstance(state_dict, Mapping) else state_dict
+        base = state.pop('base_param_settings', None) if isinstance(state, dict) else None
+        line = engine_state.load_state(self._engine, state)
+        self._inner_count: int = amp_part(state).get('inner_count', self._inner_count)
         if base is not None:
             self.base_param_settings = dict(base)
-        for note in notes:
-            self._say(f'amp: {self.member_name and self.member_name + ": "}{note}')
+        self._say(f'amp: {self._engine.label and self._engine.label + ": "}{line}')
 
     def __repr__(self) -> str:
         return f'{super().__repr__()}{self._engine!r}\n'

@@ -1,316 +1,305 @@
-"""Checkpoints of sharded runs of mmengine: which file or folder is written, by whom, and what of it a rank reads.
+"""Checkpoints of sharded runs of mmengine: whole files of rank 0, or folders to which each rank writes its shards.
 
-mmengine asks for states on rank 0 alone, and lets hooks change what it is about to save. For a whole file, rank 0 is given
-whole states. For a folder of shards it is given a stand-in for each sharded tensor; where those are in the end, the shards of
-all ranks are written.
+``torch.distributed.checkpoint`` writes and reads the shards. Beside them lie what is not sharded, from rank 0, and a list of
+the files with their checksums. A folder has its name when all ranks have written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import copy
+import inspect
+import json
 import pickle
-import uuid
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.dist import (
-    all_gather_object,
-    barrier,
-    broadcast_object_list,
-    get_rank,
-    get_world_size,
-    is_main_process,
-)
+from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
+from mmengine.hooks import EMAHook
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
-from ..checkpoint import file as checkpoint_file
-from ..checkpoint import folder, sharded
-from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, CheckpointWriteError
-from ..shards import any_sharded, is_sharded
-from . import sharded_states
-from .log import warn
+from .. import distributed_internals
+from ..checkpoint import file
+from ..errors import AmpCheckpointError, CheckpointWriteError
+from ..shards import any_sharded, is_sharded, shard_like, whole
+from ..torch_internals import is_zero
+from .attaching import inner_model
+from .sharding import MMFullyShard
 
-#: How a sharded model is saved: a whole file by rank 0, a folder of shards, or the same while the training goes on.
-KINDS = ('whole', 'sharded', 'async')
-
-# what mmengine has handed over to be written as shards; None where files are written as they are
-_handed_over: ContextVar[list[tuple[Any, str]] | None] = ContextVar('_handed_over', default=None)
-
-
-class StandIn(Tensor):
-    """In the place of a sharded tensor on its way into a file: it has a shape and a type, and no values."""
-
-    source: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, source: str) -> StandIn:
-        """One for a sharded tensor.
-
-        Args:
-            tensor: The sharded one.
-            source: What it is called.
-        """
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device='meta').as_subclass(cls)
-        made.source = source
-        return made
-
-    def __deepcopy__(self, memo: Any) -> StandIn:
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Answers questions, and refuses to compute."""
-        name = getattr(func, '__name__', '')
-        if name in ('cpu', 'detach', 'contiguous'):
-            return args[0]
-        if name in ('__get__', 'size', 'dim', 'numel', 'element_size', 'is_floating_point', 'is_complex', '__repr__'):
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        raise AmpUsageError(
-            f'{name} of a sharded weight, while a checkpoint of shards is saved: a hook computes with what is being saved, and '
-            f"no rank has it as a whole. Write checkpoints='whole', or do without the hook."
-        )
+#: The parts of a folder: shards, what is not sharded, and the list of files with their checksums.
+TENSORS, REST, LIST = 'tensors', 'rest.pth', 'files.json'
+#: What stands in the place of a sharded tensor: a dict of this key, and the name under which the tensor was written.
+PLACE = '_amp_wrapper_sharded_tensor'
+#: What torch pickles into the metadata: classes that hold values.
+METADATA_CLASSES = {
+    'torch.distributed.checkpoint.filesystem': ('_StorageInfo',),
+    'torch.serialization': ('_get_layout',),
+    'torch': ('Size',),
+    'collections': ('OrderedDict',),
+    'pathlib': ('PosixPath', 'WindowsPath', 'PurePosixPath', 'PureWindowsPath'),
+}
+# the model whose layout shards are read in
+_loading: ContextVar[nn.Module | None] = ContextVar('_loading', default=None)
 
 
-@contextmanager
-def saving(runner: Any, with_optimizer: bool = True) -> Iterator[None]:
-    """Inside, mmengine saves a checkpoint of a runner on rank 0. Collective.
-
-    Args:
-        runner: On every rank; its model is sharded or not.
-        with_optimizer: Whether the optimizer is part of it.
-
-    Raises:
-        CheckpointWriteError: On every rank, where a rank could not write its shards.
-    """
-    if _handed_over.get() is not None:
-        yield
-        return
-    kind = getattr(runner.model, 'checkpoints', 'whole')
-    inner = getattr(runner.model, 'module', None)
-    if kind == 'whole' or not isinstance(inner, nn.Module) or not any_sharded(inner.parameters()):
-        with sharded_states.gathered(runner, with_optimizer):
-            yield
-        return
-    settle(runner)
-    owners = sharded_states.owners_of(runner, with_optimizer)
-    sources: dict[str, Tensor] = {}
-    states = [_with_stand_ins(owner.state_dict(), str(index), sources) for index, owner in enumerate(owners)]
-    handed_over: list[tuple[Any, str]] = []
-    token = _handed_over.set(handed_over)
-    failed: BaseException | None = None
-    try:
-        with contextlib.ExitStack() as stack:
-            if is_main_process():
-                for owner, state in zip(owners, states):
-                    stack.enter_context(sharded_states.giving(owner, state))
-            yield
-    except BaseException as error:
-        failed = error
-        raise
-    finally:
-        _handed_over.reset(token)
-        if failed is None or is_main_process():
-            runner.model.pending = _write(handed_over, sources, kind == 'async', failed)
-
-
-def _with_stand_ins(value: Any, name: str, sources: dict[str, Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested lists and dicts with other values in places; ``_metadata`` of a state dict goes along."""
+    changed = change(value)
+    if changed is not value:
+        return changed
     if isinstance(value, Mapping):
-        made = sharded_states.like_it(value)
+        made: Any = copy.copy(value)
         for key, item in value.items():
-            made[key] = _with_stand_ins(item, f'{name}/{key}', sources)
+            made[key] = _mapped(item, change)
         return made
-    if isinstance(value, (list, tuple)):
-        items = [_with_stand_ins(item, f'{name}/{index}', sources) for index, item in enumerate(value)]
-        return sharded.rebuilt(value, items)
+    return type(value)(_mapped(item, change) for item in value) if type(value) in (list, tuple) else value
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Save on all ranks, where something is sharded. mmengine's hooks are called on all of them for a folder of shards."""
+    wrapper = getattr(runner, 'optim_wrapper', None)
+    members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    steppers: list[Any] = [getattr(member, 'optimizer', None) for member in members]
+    owners: list[Any] = []
+    if isinstance(runner.model, MMFullyShard) and runner.model.is_sharded:
+        if runner.model.checkpoints == 'sharded':
+            # mmengine's is for rank 0 alone
+            original.__wrapped__(runner, *args, **kwargs)  # type: ignore[attr-defined]
+            return
+        averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
+        owners = [runner.model.module, *averages, *([wrapper] if isinstance(wrapper, OptimWrapper) else [])]
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with contextlib.ExitStack() as stack:
+        for zero in filter(is_zero, steppers if kwargs.get('save_optimizer', True) else ()):
+            zero.consolidate_state_dict(to=0)
+            if is_main_process():
+                # mmengine's would ask all ranks once more
+                stack.enter_context(_giving(zero, ZeroRedundancyOptimizer.state_dict(zero)))
+        for owner in owners:
+            # one tensor is whole on the other ranks at a time
+            state = _mapped(owner.state_dict(), _gathered)
+            if is_main_process():
+                stack.enter_context(_giving(owner, state))
+        original(runner, *args, **kwargs)
+
+
+def _gathered(value: Any) -> Any:
     if not is_sharded(value):
         return value
-    sources[name] = value
-    return StandIn.of(value, name)
+    full = whole(value.detach())
+    return full.cpu() if is_main_process() else None
 
 
-def hand_over(checkpoint: Any, path: str) -> bool:
-    """Whether what mmengine is about to write will be written as shards instead: where something in it is sharded.
-
-    Args:
-        checkpoint: As all hooks have left it.
-        path: A local one.
-    """
-    waiting = _handed_over.get()
-    if waiting is None or not sharded.split(checkpoint, _is_stand_in)[1]:
-        return False
-    waiting.append((checkpoint, path))
-    return True
-
-
-def _is_stand_in(tensor: Any) -> bool:
-    return isinstance(tensor, StandIn)
-
-
-def _write(
-    handed_over: list[tuple[Any, str]], sources: Mapping[str, Tensor], asynchronous: bool, failed: BaseException | None
-) -> sharded.Pending | None:
-    """Write what rank 0 was about to write; the others learn which of their shards goes where."""
-    plan: list[Any] = [[]]
-    rests: list[Any] = []
-    if failed is not None:
-        plan = [f'{type(failed).__name__}: {failed}']
-    elif is_main_process():
-        for checkpoint, path in handed_over:
-            rest, found = sharded.split(checkpoint, _is_stand_in)
-            _warn_if_unreadable(rest, path)
-            rests.append(rest)
-            plan[0].append(
-                (path, {name: tensor.source for name, tensor in found.items() if isinstance(tensor, StandIn)})
-            )
-    broadcast_object_list(plan)
-    if failed is not None:
-        return None
-    if isinstance(plan[0], str):
-        raise CheckpointWriteError(f'rank 0 could not save a checkpoint: {plan[0]}')
-    pending = None
-    for index, (path, names) in enumerate(plan[0]):
-        rest = rests[index] if rests else None
-        tensors = {name: sources[source] for name, source in names.items()}
-        pending = sharded.write(rest, tensors, path, asynchronous)
-    return pending
-
-
-_warned = False
-
-
-def _warn_if_unreadable(rest: Any, path: str) -> None:
-    """Read back what is not sharded, so that a warning comes now, once, and no error when the run is resumed."""
-    global _warned
-    if _warned:
-        return
-    stream = io.BytesIO()
+@contextlib.contextmanager
+def _giving(owner: Any, state: Any) -> Iterator[None]:
+    """Inside, the state dict of an object is a given one."""
+    owner.state_dict = lambda *args, **kwargs: state
     try:
-        torch.save(rest, stream)
-    except Exception:
-        # an error of writing, which comes on all ranks
-        return
-    stream.seek(0)
-    try:
-        torch.load(stream, weights_only=True)
-    except pickle.UnpicklingError as error:
-        lines = [line.strip() for line in str(error).splitlines() if 'GLOBAL' in line]
-        _warned = True
-        warn(f'{path} cannot be resumed from: it asks for code to run while it is read ({" ".join(lines)[:300]})')
+        yield
+    finally:
+        del owner.state_dict
 
 
-def settle(runner: Any) -> None:
-    """Wait until a checkpoint that is being written has its name, and remove what it replaces.
-
-    Args:
-        runner: On every rank.
-
-    Raises:
-        CheckpointWriteError: It could not be written.
-    """
-    pending = getattr(runner.model, 'pending', None)
-    # where the checkpoint could not be written, what it would have replaced stays
-    afterwards = vars(runner).pop('_amp_wrapper_afterwards', ())
-    if pending is not None:
-        runner.model.pending = None
-        pending.finish()
-    for act in afterwards:
-        act()
-
-
-def after_writing(runner: Any, act: Callable[[], None]) -> None:
-    """Do something when the checkpoint that was saved last has its name: at once, unless it is still being written."""
-    if getattr(runner.model, 'pending', None) is None:
-        act()
+def write_checkpoint(original: Callable[..., None], checkpoint: Any, filename: str, *args: Any, **kwargs: Any) -> None:
+    """Write what mmengine has collected: to a folder by all ranks, where something in it is sharded."""
+    if any_sharded(checkpoint.get('state_dict', {}).values()):
+        write_folder(checkpoint, Path(filename.removeprefix('file://')))
     else:
-        vars(runner).setdefault('_amp_wrapper_afterwards', []).append(act)
+        original(checkpoint, filename, *args, **kwargs)
 
 
-def verify(path: str) -> None:
-    """Compare a file with its checksums; of a folder of shards each rank compares a part, and damage is an error on all.
+def write_folder(checkpoint: Any, path: Path) -> None:
+    """Write a checkpoint to a folder that all ranks see. Collective.
 
     Args:
-        path: A local file or folder. Collective.
+        checkpoint: Nested dicts and lists. Each rank writes its shards; all else is taken from rank 0.
+        path: The folder; one of the same name is replaced.
 
     Raises:
-        AmpCheckpointError: Names the file.
+        CheckpointWriteError: On every rank, where any could not write. A folder of the name is what it was.
     """
-    seen = [sharded.is_folder(path)]
-    broadcast_object_list(seen)
-    if not seen[0]:
-        checkpoint_file.verify(path)
-        return
-    problem = None
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    part = path.with_name(path.name + file.PART_SUFFIX)
+    tensors: dict[str, Tensor] = {}
+
+    def take_out(value: Any) -> Any:
+        if not is_sharded(value):
+            return value
+        name = str(len(tensors))
+        tensors[name] = value.detach()
+        return {PLACE: name}
+
+    rest = _mapped(checkpoint, take_out)
+
+    def prepare() -> None:
+        if path.is_dir() and not (path / LIST).is_file():
+            raise FileExistsError(f'{path} is a folder, and no checkpoint')
+        file.remove(part)
+        (part / TENSORS).mkdir(parents=True)
+        file.save(rest, part / REST)
+
+    _on_main(path, prepare)
     try:
-        folder.verify(path, get_rank(), get_world_size())
-    except AmpCheckpointError as error:
-        problem = str(error)
-    problems = [each for each in all_gather_object(problem) if each]
-    if problems:
-        raise AmpCheckpointError(problems[0])
+        save(tensors, storage_writer=FileSystemWriter(part / TENSORS, single_file_per_rank=True))
+    except CheckpointException as error:
+        raise CheckpointWriteError(f'{path} could not be written: {error}') from error
+    mine = {each.name: _look_at(each) for each in (part / TENSORS).glob(f'__{get_rank()}_*')}
+    listed = {f'{TENSORS}/{name}': value for each in all_gather_object(mine) for name, value in each.items()}
+
+    def finish() -> None:
+        for name in (REST, f'{TENSORS}/.metadata'):
+            listed[name] = _look_at(part / name)
+        (part / LIST).write_text(json.dumps(listed, indent=1))
+        with file.replacing(path):
+            pass
+
+    _on_main(path, finish)
 
 
-def check_folder(path: str, kind: str) -> None:
-    """Find out before the training whether all ranks can write to one folder. Collective.
+def _on_main(path: Path, act: Callable[[], None]) -> None:
+    """Do something on rank 0; its error is one on all ranks."""
+    said: list[Any] = [None]
+    if is_main_process():
+        try:
+            act()
+        except OSError as error:
+            said[0] = str(error)
+    broadcast_object_list(said)
+    if said[0] is not None:
+        raise CheckpointWriteError(f'{path} could not be written by rank 0: {said[0]}')
+
+
+def _look_at(path: Path) -> list[int]:
+    """Size and checksum of a file."""
+    checksum = 0
+    with open(path, 'rb') as stream:
+        while chunk := stream.read(2**22):
+            checksum = zlib.crc32(chunk, checksum)
+    return [path.stat().st_size, checksum]
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def loading(runner: Any) -> Iterator[None]:
+    """Inside, folders are read in the layout of a runner's model: each rank reads its own shards.
 
     Args:
-        path: Of the checkpoints.
-        kind: Of :data:`KINDS`.
+        runner: Its model is sharded or not.
+    """
+    token = _loading.set(inner_model(runner.model))
+    try:
+        yield
+    finally:
+        _loading.reset(token)
+
+
+def verify_folder(path: Path) -> None:
+    """Compare every file of a folder with its checksum.
 
     Raises:
-        AmpConfigError: They cannot.
+        AmpCheckpointError: Missing, incomplete or changed; names the file.
     """
-    name = [uuid.uuid4().hex]
-    broadcast_object_list(name)
-    probe = Path(path) / f'{name[0]}{checkpoint_file.PART_SUFFIX}'
-    mine = probe.with_name(f'{name[0]}-{get_rank()}{checkpoint_file.PART_SUFFIX}')
-    problem = _problem_of_writing(probe) if is_main_process() else None
-    barrier()
-    if problem is None and not probe.is_file():
-        problem = f'rank {get_rank()} does not see what rank 0 writes to {path}'
-    problem = problem or _problem_of_writing(mine)
-    problems = [each for each in all_gather_object(problem) if each]
-    for each in (mine, *([probe] if is_main_process() else [])):
-        checkpoint_file.remove(each)
-    if problems:
-        raise AmpConfigError(
-            [
-                f'checkpoints={kind!r}, and {problems[0]}: each rank writes its shards to one folder, which has to be on a '
-                "file system that all ranks share. Choose another out_dir or work_dir, or write checkpoints='whole'."
-            ]
-        )
-
-
-def _problem_of_writing(path: Path) -> str | None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b'')
-    except OSError as error:
-        return f'rank {get_rank()} cannot write to {path.parent} ({error.strerror})'
-    return None
+        listed = json.loads((path / LIST).read_text())
+        bad = [name for name, value in listed.items() if _look_at(path / name) != value]
+    except (OSError, ValueError, AttributeError) as error:
+        raise AmpCheckpointError(f'{path} is no complete checkpoint ({error}).') from error
+    if bad:
+        raise AmpCheckpointError(f'{path} is damaged: {bad[0]} is not what was written. Use an earlier checkpoint.')
 
 
-def load(runner: Any, path: str, map_location: Any) -> Any:
-    """Read a folder of shards: of what is sharded in a runner's model and optimizers, the part of this rank.
+class _Metadata(pickle.Unpickler):
+    """Reads what torch pickles, and nothing that would run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Give the classes of metadata, and types of tensors."""
+        # the name that Python 3.13 pickles
+        module = 'pathlib' if module == 'pathlib._local' else module
+        is_dtype = module == 'torch' and isinstance(getattr(torch, name, 0), torch.dtype)
+        if is_dtype or module == 'torch.distributed.checkpoint.metadata' or name in METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise AmpCheckpointError(f'a metadata file is refused: it asks for {module}.{name} while it is read.')
+
+
+def load_folder(path: Path, map_location: Any = 'cpu') -> Any:
+    """Read a folder, on any number of ranks, under ``weights_only=True``. No communication.
 
     Args:
-        runner: That is loading; None for whole tensors.
         path: The folder.
-        map_location: Of whole tensors.
+        map_location: Where whole tensors go to.
+
+    Returns:
+        What was saved; inside of :func:`loading`, with shards where a parameter of this shape is sharded.
+
+    Raises:
+        AmpCheckpointError: Missing, incomplete or changed files, or one that would run code.
     """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    verify_folder(path)
+    rest = file.load(path / REST, map_location)
+    with open(path / TENSORS / '.metadata', 'rb') as stream:
+        metadata = _Metadata(stream).load()
+    model = _loading.get()
+    layouts = {} if model is None else {each.shape: each for each in model.parameters() if is_sharded(each)}
     device = map_location if isinstance(map_location, (str, torch.device)) else 'cpu'
-    if runner is None:
-        return sharded.load(path, map_location=device, check=False)
-    layouts, saved = sharded_states.layouts_of(runner), sharded.shapes(path)
+    tensors: dict[str, Tensor] = {}
+    for name, saved in metadata.state_dict_metadata.items():
+        like, dtype = layouts.get(saved.size), saved.properties.dtype
+        if like is None:
+            tensors[name] = torch.empty(saved.size, dtype=dtype, device=device)
+        else:
+            tensors[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
 
-    def like(name: str) -> Tensor | None:
-        known = layouts(name)
-        return known if known is not None and known.shape == saved[name] else None
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return metadata
 
-    return sharded.load(path, like, device, check=False)
+    # in torch 2.6, only the deprecated function reads without the other processes
+    takes_it = 'no_dist' in inspect.signature(state_dict_loader.load).parameters
+    load_now = state_dict_loader.load if takes_it else state_dict_loader.load_state_dict
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', message='`load_state_dict` is deprecated|torch.distributed is disabled')
+        load_now(tensors, storage_reader=Reader(path / TENSORS), no_dist=True)
+
+    def put_in(value: Any) -> Any:
+        return tensors[value[PLACE]] if isinstance(value, Mapping) and set(value) == {PLACE} else value
+
+    return _mapped(rest, put_in)
+
+
+def shard_checkpoint(runner: Any, checkpoint: dict[str, Any]) -> None:
+    """Put shards in the place of whole tensors, where the parameters of a runner are sharded.
+
+    Args:
+        runner: About to load.
+        checkpoint: As it was read; changed in place.
+    """
+    model = runner.model
+    if not (isinstance(model, MMFullyShard) and model.is_sharded):
+        return
+    averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
+    for key, owner in (('state_dict', model.module), *(('ema_state_dict', average) for average in averages)):
+        if key in checkpoint:
+            distributed_internals.reshard(owner)
+            mine = {name: p for name, p in owner.named_parameters(remove_duplicate=False) if is_sharded(p)}
+            made = checkpoint[key] = copy.copy(checkpoint[key])
+            for name in made.keys() & mine.keys():
+                if not is_sharded(made[name]) and made[name].shape == mine[name].shape:
+                    made[name] = shard_like(made[name], mine[name])

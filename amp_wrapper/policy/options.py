@@ -44,7 +44,7 @@ def is_count(value: Any) -> bool:
     return is_whole(value, 1)
 
 
-def _is_scale(value: Any) -> bool:
+def is_scale(value: Any) -> bool:
     """Whether ``value`` is a positive number that float32 holds with all its digits."""
     return is_number(value) and bool(torch.finfo(torch.float32).tiny <= value <= torch.finfo(torch.float32).max)
 
@@ -113,12 +113,12 @@ Fp32Names = str | Callable[..., Any] | Mapping[str, str] | Sequence[str | Callab
 _COUNT = 'a whole number of at least 1'
 _SCALE = 'a positive finite number that float32 can hold (1.18e-38 to 3.4e+38)'
 _ON, _OFF, _MAY_BE_ON = Option(True, (True, False)), Option(False, (True, False)), Option(None, (True, False, None))
-_FLOOR = Option(None, (_is_scale, None), f'{_SCALE}, or None', _to_float)
+_FLOOR = Option(None, (is_scale, None), f'{_SCALE}, or None', _to_float)
 _CEILING = dataclasses.replace(_FLOOR, default=LossScaleConfig.max_scale)
 _SHORT_COUNT = Option(1, (lambda value: is_whole(value, 1, 2**31),), _COUNT)
 _DTYPE = Option(None, (torch.float16, torch.bfloat16, torch.float32, torch.float64, None), convert=to_dtype)
 _CAST = Option(None, (torch.float16, torch.bfloat16, torch.float32, False, None), convert=to_dtype)
-_SCALES = ('dynamic', None, _is_scale, lambda value: isinstance(value, Mapping))
+_SCALES = ('dynamic', None, is_scale, lambda value: isinstance(value, Mapping))
 _LOSS_SCALE = Option(None, _SCALES, f"'dynamic', {_SCALE}, a dict or None", _to_float)
 _MODULES = _several((str, type), "module classes, their names or patterns of names, such as ['bbox_head.*', 'GRU']")
 _FUNCTIONS = _several((str, Callable, Mapping), 'functions, classes, their dotted names, or dicts of name and output')
@@ -196,7 +196,7 @@ OPTIONS: dict[str, Option] = {
 }
 #: The keys of a ``loss_scale`` that is a dict: the words of :class:`torch.amp.GradScaler`, and ours.
 LOSS_SCALE_OPTIONS: dict[str, Option] = {
-    'init_scale': Option(2.0**16, (_is_scale,), _SCALE, _to_float),
+    'init_scale': Option(2.0**16, (is_scale,), _SCALE, _to_float),
     'growth_factor': Option(2.0, (lambda v: is_number(v) and 1.0 < v < math.inf,), 'above 1.0 and finite', _to_float),
     'backoff_factor': Option(0.5, (lambda v: is_number(v) and 0.0 < v < 1.0,), 'between 0.0 and 1.0', _to_float),
     'growth_interval': dataclasses.replace(_SHORT_COUNT, default=2000),

@@ -1,6 +1,7 @@
-# tools/train.py configs/cifar10/resnet50_o2.py --cfg-options data_root=PATH
+# tools/train.py configs/cifar10/resnet50_o2.py
 _base_ = ['../_base_/models/resnet50.py', '../_base_/default_runtime.py']
 
+# write your folder here
 data_root = 'data/cifar-10-batches-bin'
 model = dict(backbone=dict(small_images=True), num_classes=10)
 

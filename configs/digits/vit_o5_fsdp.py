@@ -2,4 +2,4 @@
 #   tools/dist_train.sh configs/digits/vit_o5_fsdp.py 2
 _base_ = ['./vit_o5.py']
 
-model_wrapper_cfg = dict(type='amp_wrapper.MMFullyShard', blocks=['TransformerLayer'], checkpoints='async')
+model_wrapper_cfg = dict(type='amp_wrapper.MMFullyShard', blocks=['TransformerLayer'], checkpoints='sharded')

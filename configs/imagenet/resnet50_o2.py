@@ -1,7 +1,7 @@
-# tools/train.py configs/imagenet/resnet50_o2.py --cfg-options data_root=PATH
-# PATH holds train/ and val/, each with one folder per class
+# tools/train.py configs/imagenet/resnet50_o2.py
 _base_ = ['../_base_/models/resnet50.py', '../_base_/default_runtime.py']
 
+# write your folder here; it holds train/ and val/, each with one folder per class
 data_root = 'data/imagenet'
 loader = dict(num_workers=8, persistent_workers=True, collate_fn=dict(type='default_collate'))
 train_dataloader = dict(

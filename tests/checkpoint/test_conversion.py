@@ -21,17 +21,17 @@ from amp_wrapper.cli import main
 Capture = pytest.CaptureFixture[str]
 #: The kind of each file, and what else is said about it: the row, and words in it.
 KINDS: dict[str, tuple[str, str, str]] = {
-    'plain_sgd': ('plain', 'loss scale', 'none'),
-    'plain_adamw': ('plain', 'base group', 'base_param_settings'),
+    'plain_sgd': ('plain', 'groups', '1, 6 parameters, lr 0.0625'),
+    'plain_adamw': ('plain', 'optimizer', '18 of float32'),
     'plain_pair': ('plain', 'head: groups', '2 parameters, lr 0.125'),
-    'ema': ('plain', 'EMA', '6 updates'),
-    'stock_sgd': ('stock', 'loss scale', '2048 (dynamic), 2 clean steps of 4'),
+    'ema': ('plain', 'EMA', "the average is in 'state_dict'"),
+    'stock_sgd': ('stock', 'loss scale', '2048 (dynamic)'),
     'stock_adamw': ('stock', 'optimizer', '18 of float32'),
     'stock_bf16': ('stock', 'loss scale', 'disabled'),
-    'apex_wrapper': ('apex', 'loss scale', '4096 (dynamic by its values), 3 clean steps'),
-    'raw_apex': ('raw_apex', 'loss scale 1', '512 (dynamic by its values), 1017 clean steps'),
+    'apex_wrapper': ('apex', 'loss scale', '4096 (dynamic)'),
+    'raw_apex': ('raw_apex', 'loss scale 1', '512 (dynamic)'),
     'raw_apex_imagenet': ('raw_apex', 'saved', 'epoch 2'),
-    'weights': ('weights', 'resumes', 'load_from'),
+    'weights': ('weights', 'saved', 'epoch'),
     'bare_legacy': ('weights', 'saved', 'does not tell'),
 }
 TYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
@@ -66,51 +66,40 @@ def test_every_kind_of_file_is_described(tmp_path: Path, capsys: Capture) -> Non
     assert {path.stem for path in foreign.FOLDER.glob('*.pth')} == set(KINDS)
     for name, (kind, row, words) in KINDS.items():
         rows = inspected(capsys, foreign.FOLDER / f'{name}.pth')
-        assert rows['kind'].startswith(f'{kind} (') and words in rows[row], (name, rows)
-        assert '8 of float32 (42 elements, 168 bytes), 1 of int64' in rows['model'] and rows['non-finite'] == 'none'
-        assert ('no checksums' in rows['file']) == (name == 'bare_legacy')
-        assert rows['EMA'].startswith('none') == (name != 'ema')
+        assert rows['kind'] == kind and words in rows[row], (name, rows)
+        assert rows['model'] == '8 of float32, 1 of int64 (43 elements)' and rows['non-finite'] == 'none'
+        assert ('EMA' in rows) == (name == 'ema')
         if kind in ('plain', 'stock'):
-            assert rows['saved'].startswith('epoch 2, iter 6') and 'mmengine 0.10.7, seed 0' in rows['saved']
+            assert rows['saved'] == 'epoch 2, iter 6'
 
 
 def test_files_of_every_level_are_described(own_runs: Any, tmp_path: Path, capsys: Capture) -> None:
     for level, (path, _) in own_runs.items():
         rows = inspected(capsys, path)
-        assert rows['kind'].startswith('own (') and rows['level'].startswith(level)
-        moves = level in ('O1', 'O2')
-        assert ("'init_scale': 1024.0" in rows['level']) == moves and ('no overrides' in rows['level']) != moves
-        assert rows['loss scale'].startswith('2048 (dynamic), 2 clean steps of 4' if moves else '1 (static)')
-        assert ('6 steps, 0 skipped' in rows['loss scale']) == (level != 'O0')
+        assert rows['kind'] == 'own' and rows['level'] == level
+        assert rows['loss scale'] == ('2048 (dynamic)' if level in ('O1', 'O2') else '1 (static)')
         assert ('float16' in rows['optimizer']) == (level == 'O3')
     file = read(own_runs['O2'][0])
-    file['state_dict'] |= {'stem.bias': torch.full((4,), float('nan')), 'large': torch.zeros(750_000)}
+    file['state_dict']['stem.bias'] = torch.full((4,), float('nan'))
     torch.save(file, tmp_path / 'file.pth')
-    assert (rows := inspected(capsys, tmp_path / 'file.pth'))['non-finite'] == 'stem.bias' and '3.0 MB' in rows['file']
+    assert inspected(capsys, tmp_path / 'file.pth')['non-finite'] == 'stem.bias'
 
 
 def test_open_accumulation_is_described(tmp_path: Path, capsys: Capture) -> None:
     # three iterations an epoch, in accumulations of two
     wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=foreign.SGD, accumulative_counts=2)
     foreign.run(tmp_path, wrapper, epochs=3)
-    assert '6 parameters' in inspected(capsys, tmp_path / 'epoch_1.pth')['accumulated']
-    assert inspected(capsys, tmp_path / 'epoch_2.pth')['accumulated'].startswith('nothing')
+    assert inspected(capsys, tmp_path / 'epoch_1.pth')['accumulated'] == 'gradients of 6 parameters'
+    assert 'accumulated' not in inspected(capsys, tmp_path / 'epoch_2.pth')
 
 
-def test_commit_of_the_users_repository_is_no_version_of_mmengine(tmp_path: Path, capsys: Capture) -> None:
-    """mmengine appends the commit of the current folder to its version."""
-    for ending, said in (('', ''), ('unknown', ''), ('2d91ed43' * 5, ', in a repository at commit 2d91ed43')):
-        file = read('plain_sgd.pth')
-        file['meta']['mmengine_version'] = '1.0.0rc4' + ending
-        torch.save(file, tmp_path / 'file.pth')
-        assert f'by mmengine 1.0.0rc4{said}, seed 0' in inspected(capsys, tmp_path / 'file.pth')['saved']
-
-
-def test_file_with_float8_weights_is_described(tmp_path: Path, capsys: Capture) -> None:
+def test_file_with_8_bit_weights_is_described(tmp_path: Path, capsys: Capture) -> None:
     file = read('weights.pth')
     file['state_dict']['small'] = torch.ones(3).to(torch.float8_e4m3fn)
+    file['state_dict']['quantized'] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     torch.save(file, tmp_path / 'file.pth')
-    assert 'float8' in inspected(capsys, tmp_path / 'file.pth')['model']
+    rows = inspected(capsys, tmp_path / 'file.pth')
+    assert 'float8' in rows['model'] and 'qint8' in rows['model'] and rows['non-finite'] == 'none'
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -160,7 +149,7 @@ def test_types_that_are_left_alone_and_values_that_do_not_fit(tmp_path: Path, ca
             assert differences(result[name], wanted) == [], (word, name)
         # they are one tensor in the file, too
         assert result['a'].data_ptr() == result['b'].data_ptr()
-        assert ('kept in float32: large' in said) == ('1 elements were too small' in said) == (word == 'fp16')
+        assert ('kept in float32: large' in said) == ('1 elements were too small' in said) == (word == 'fp16'), said
 
 
 def test_average_or_trained_weights(tmp_path: Path, capsys: Capture) -> None:
@@ -206,23 +195,6 @@ def test_published_file_has_its_hash_in_its_name(tmp_path: Path, capsys: Capture
     assert set(tmp_path.iterdir()) == before
 
 
-def test_folder_of_shards_gives_the_same_weights(tmp_path: Path, capsys: Capture) -> None:
-    folder, source = tmp_path / 'folder', foreign.FOLDER / 'stock_sgd.pth'
-    assert main(['convert', str(source), str(folder), '--to', 'sharded']) == 0
-    for path in (folder, source):
-        assert main(['convert', str(path), str(tmp_path / f'{path.stem}.pth'), '--to', 'fp32']) == 0
-    assert differences(read(tmp_path / 'folder.pth'), read(tmp_path / 'stock_sgd.pth')) == []
-    capsys.readouterr()
-    assert inspected(capsys, folder)['kind'] == inspected(capsys, source)['kind']
-    for path in [path for path in folder.rglob('*') if path.is_file()]:
-        content = path.read_bytes()
-        path.write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
-        assert 'damaged' in error(capsys, folder, '--inspect'), path
-        path.write_bytes(content)
-    (tmp_path / 'other').mkdir()
-    assert 'is a folder, and no checkpoint' in error(capsys, source, tmp_path / 'other', '--to', 'sharded')
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 #: What is in a file, and the word that the error has to name.
@@ -231,12 +203,8 @@ ODD: dict[str, tuple[Any, str]] = {
     'nothing': ({}, 'state_dict'),
     'other keys': ({'weights': 3}, 'weights'),
     'weights are a number': ({'state_dict': 3}, 'state_dict'),
-    'a weight is a number': ({'state_dict': {'a': 3}}, "['a']"),
-    'a name is a number': ({'state_dict': {7: torch.ones(2)}}, 'key 7'),
-    'a sparse weight': ({'state_dict': {'w': torch.ones(2, 2).to_sparse()}}, "['w']"),
     'the optimizer is a list': ({'model': {}, 'optimizer': []}, 'optimizer'),
-    'the optimizer is empty': ({'model': {}, 'optimizer': {}}, "'state'"),
-    'the average is a list': ({'state_dict': {'a': torch.ones(1)}, 'ema_state_dict': [1]}, 'ema_state_dict'),
+    'the optimizer is empty': ({'model': {}, 'optimizer': {}}, "'param_groups'"),
 }
 
 
@@ -246,7 +214,7 @@ def test_odd_files_end_in_a_line(tmp_path: Path, capsys: Capture) -> None:
         assert word in error(capsys, tmp_path / 'file.pth', '--inspect')
     torch.save({**read('ema.pth'), 'ema_state_dict': {'module.x': torch.ones(1)}}, tmp_path / 'file.pth')
     said = error(capsys, tmp_path / 'file.pth', tmp_path / 'out.pth', '--to', 'fp32', '--weights', 'trained')
-    assert 'module.x' in said and not (tmp_path / 'out.pth').exists()
+    assert "'x'" in said and not (tmp_path / 'out.pth').exists()
 
 
 def test_source_is_never_overwritten(tmp_path: Path, capsys: Capture) -> None:

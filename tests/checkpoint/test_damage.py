@@ -34,6 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, Path]:
         val_dataloader=toy.loader(length=2, shuffle=False),
         custom_hooks=[dict(type='EMAHook')],
         param_scheduler=[dict(type='CosineAnnealingLR', T_max=4)],
+        # what hooks are told of a resume
+        resume=True,
     )
     return runner, folder / 'epoch_2.pth'
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 import toy
 from bits import differences
+from mmengine.config import Config
 from mmengine.optim import OptimWrapper
-from mmengine.registry import DATASETS, OPTIM_WRAPPERS
+from mmengine.registry import DATASETS, OPTIM_WRAPPERS, RUNNERS
 from processes import ROOT
 
 import amp_wrapper
@@ -137,12 +138,21 @@ def test_train_resume_and_test_from_files_and_urls(here: Path, url: str, capsys:
     assert main(['train', path, '--opt-level', 'O5', '--work-dir', 'a']) == 0
     last = capsys.readouterr().out.splitlines()[-2:]
     assert last[0].startswith('Finished: epoch 2, iteration 4') and last[1].endswith('a/epoch_2.pth')
-    shown = set()
+    assert main(['report', path, '--json', 'report.json']) == 0
+    untrained = json.loads(Path('report.json').read_text())['loss']['fp32']
+    shown, losses = set(), set()
     for place in ('a/epoch_1.pth', f'{url}/a/epoch_1.pth'):
         assert main(['test', path, place, '--opt-level', 'O5', '--work-dir', 'tested']) == 0
         shown |= set(re.findall(r'Tested at O5: (toy/score \S+)', capsys.readouterr().out))
+        used = Config.fromfile('tested/config.py')
+        assert (used.load_from, used.custom_hooks[-1]) == (
+            place,
+            dict(type='amp_wrapper.AmpInferenceHook', opt_level='O5'),
+        )
         assert main(['report', path, '--checkpoint', place, '--json', 'report.json']) == 0
-    assert len(shown) == 1
+        assert capsys.readouterr().out.startswith('Precision of')
+        losses.add(json.loads(Path('report.json').read_text())['loss']['fp32'])
+    assert len(shown) == len(losses) == 1 and untrained not in losses
     assert main(['train', path, '--opt-level', 'O5', '--work-dir', 'b', '--resume', f'{url}/a/epoch_1.pth']) == 0
     whole, resumed = toy.checkpoint(here / 'a'), toy.checkpoint(here / 'b')
     assert differences(whole['state_dict'], resumed['state_dict']) == []
@@ -150,14 +160,15 @@ def test_train_resume_and_test_from_files_and_urls(here: Path, url: str, capsys:
 
 
 def test_level_and_seed(here: Path) -> None:
-    """A run that is resumed has the seed of its checkpoint before samplers are built; ``--amp`` is O1."""
+    """The seed is that of samplers, too; ``--amp`` is O1."""
     path = config(here, 'OptimWrapper', randomness=dict(seed=None))
+    again = ['--seed', '7', '--resume', 'a/epoch_1.pth']
     assert main(['train', path, '--opt-level', 'O5', '--seed', '7', '--work-dir', 'a']) == 0
-    assert main(['train', path, '--opt-level', 'O5', '--resume', 'a/epoch_1.pth', '--work-dir', 'b']) == 0
+    assert main(['train', path, '--opt-level', 'O5', '--work-dir', 'b', *again]) == 0
     whole, resumed = toy.checkpoint('a', 'epoch_2.pth'), toy.checkpoint('b', 'epoch_2.pth')
     assert differences(whole['state_dict'], resumed['state_dict']) == []
     assert resumed['meta']['seed'] == 7 and resumed['optimizer']['amp']['opt_level'] == 'O5'
-    assert main(['train', path, '--amp', '--resume', 'a/epoch_1.pth', '--work-dir', 'c']) == 0
+    assert main(['train', path, '--amp', '--work-dir', 'c', *again]) == 0
     resumed = toy.checkpoint('c', 'epoch_2.pth')
     assert resumed['meta']['seed'] == 7 and resumed['optimizer']['loss_scaler']['amp']['opt_level'] == 'O1'
 
@@ -239,26 +250,35 @@ def test_project_of_the_user_is_imported_also_in_workers(here: Path, capsys: pyt
     assert toy.checkpoint('work_dirs/config', 'epoch_1.pth')['optimizer']['loss_scaler']['scale'] == 8.0
 
 
-@DATASETS.register_module()
-class Rooted(toy.ToyData):
-    """Says which data it was to read."""
-
-    def __init__(self, data_root: str, ann_file: str) -> None:
-        raise FileNotFoundError(2, 'No such file', f'[{data_root}][{ann_file}]')
+def test_processes_on_a_cpu_train_and_test(here: Path) -> None:
+    """mmengine by itself asks for a GPU for each."""
+    path = config(here, custom_imports=dict(imports=['toy']))
+    start = [sys.executable, *'-m torch.distributed.run --standalone --nproc-per-node 2 -m amp_wrapper'.split()]
+    for words in (['train', path], ['test', path, 'work/epoch_2.pth']):
+        done = subprocess.run([*start, *words, '--launcher', 'pytorch'], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count('Finished: epoch 2, iteration 2') + done.stdout.count('Tested at FP32') == 1
 
 
 @pytest.mark.parametrize(
-    ('root', 'ann_file', 'moved'),
-    [
-        ('data/a/', 'data/a/x.json', '[/new/][/new/x.json]'),
-        pytest.param('', '', '][]', marks=pytest.mark.xfail(strict=True, reason='openmmlab')),
-    ],
+    ('kind', 'given', 'added'),
+    [('Runner', 'ExactResumeHook', 'AmpMonitorHook'), ('FlexibleRunner', 'AmpMonitorHook', 'ExactResumeHook')],
 )
-def test_one_option_moves_all_data(root: str, ann_file: str, moved: str, here: Path, capsys: Any) -> None:
-    loader = toy.loader()
-    loader['dataset'] = dict(type='Rooted', data_root=root, ann_file=ann_file)
-    path = config(here, data_root=root, train_dataloader=loader)
-    assert moved in error(capsys, 'train', path, '--cfg-options', 'data_root=/new/')
+def test_runner_and_hooks_are_those_of_the_config(
+    kind: str, given: str, added: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook that is there is not added a second time."""
+    trained: list[Any] = []
+    monkeypatch.setattr(RUNNERS.get(kind), 'train', lambda runner: trained.append(runner))
+    own = [dict(type=f'amp_wrapper.{given}')]
+    assert main(['train', config(here, runner_type=kind, env_cfg={}, custom_hooks=own)]) == 0
+    assert [type(runner).__name__ for runner in trained] == [kind]
+    assert trained[0].cfg.custom_hooks == [*own, dict(type=f'amp_wrapper.{added}')]
+
+
+def test_learning_rate_follows_the_batch_size(here: Path) -> None:
+    assert main(['train', config(here, auto_scale_lr=dict(base_batch_size=16)), '--auto-scale-lr']) == 0
+    assert toy.checkpoint(here / 'work')['optimizer']['param_groups'][0]['lr'] == pytest.approx(0.1 * 4 / 16)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -267,35 +287,27 @@ def test_one_option_moves_all_data(root: str, ann_file: str, moved: str, here: P
 def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config(here)
     (here / 'broken.py').write_text('model = dict(\n')
-    (here / 'imports.py').write_text("custom_imports = dict(imports=['nobody_has_this'])\n")
     (here / 'raises.py').write_text('x = undefined\n')
-    (here / 'bare.py').write_text('a = 1\n')
-    (here / 'empty').mkdir()
     for line, text in (
         ('train none.py', "'none.py' is no file"),
         ('train broken.py', 'broken.py'),
-        ('train imports.py', 'nobody_has_this'),
         ('train raises.py', 'undefined'),
-        ('train bare.py', 'no model, train_dataloader'),
-        ('train config.py --cfg-options model.type.x=3', '--cfg-options'),
-        ('train config.py --cfg-options model.type=Tinny', 'Tinny'),
-        ('train config.py --cfg-options optim_wrapper.optimizer.type=AdmW', 'AdmW'),
-        ('train config.py --cfg-options optim_wrapper.optimizer.momentun=0.9', 'momentun'),
+        ('train config.py --cfg-options model.type.x=3', 'KEY=VALUE that fit'),
+        ('train config.py --cfg-options lr', 'must be KEY=VALUE'),
+        ('train config.py --cfg-options a=[1,(2]', 'balanced brackets'),
         ('train config.py --cfg-options optim_wrapper.opt_level=O7', "opt_level='O7'"),
         ('train config.py --cfg-options load_from=none.pth', 'none.pth'),
         ('train config.py --cfg-options load_from=config.py', 'config.py is no checkpoint'),
-        ('train config.py --resume none.pth', 'none.pth'),
-        ('train config.py --resume empty', 'empty is a folder'),
+        ('train config.py --resume none.pth', "the checkpoint 'none.pth' does not exist"),
         ('train config.py --resume config.py', 'config.py is no checkpoint'),
         ('train config.py --auto-scale-lr', '--auto-scale-lr'),
         ('test config.py none.pth', "'none.pth' does not exist"),
-        ('test config.py config.py', 'config.py is no checkpoint'),
-        ('test config.py .', 'is a folder'),
         ('report none.py', "'none.py' is no file"),
         ('report config.py --checkpoint none.pth', "'none.pth' does not exist"),
         ('report config.py --html config.py/a.html', 'config.py/a.html cannot be written'),
         ('report config.py --cfg-options train_dataloader.dataset.length=a', 'data cannot be read'),
         ('suggest-level config.py --steps 2', 'steps=2'),
+        ('suggest-level config.py --device nothing', '--device nothing'),
         ('suggest-level config.py --html .', 'is a folder'),
         ('plot nothing', "no log 'nothing'"),
     ):
@@ -308,7 +320,6 @@ def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         'train',
         'train c.py --opt-level O9',
-        'train c.py --cfg-options lr',
         'train c.py --seed -1',
         'train c.py --seed 4294967296',
         'train c.py --opt-levle O2',
@@ -329,6 +340,11 @@ def test_interrupts_defects_and_what_is_not_installed(
 ) -> None:
     (here / 'interrupted.py').write_text('raise KeyboardInterrupt\n')
     assert main(['train', 'interrupted.py']) == 130 and capsys.readouterr().err == ''
+    (here / 'imports.py').write_text("custom_imports = dict(imports=['nobody_has_this'])\n")
+    with pytest.raises(ImportError, match='nobody_has_this'):
+        main(['train', 'imports.py'])
+    with pytest.raises(KeyError, match='Tinny is not in'):
+        main(['train', config(here), '--cfg-options', 'model.type=Tinny'])
     monkeypatch.setattr(DATASETS.get('ToyData'), '__getitem__', lambda self, index: {}['a defect'])
     with pytest.raises(Exception, match='a defect'):
         main(['train', config(here)])

@@ -188,6 +188,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_shards(here: Here, level: st
     for how in ('wrapper', 'ddp wrapper'):
         run = Run(here, level, how, optimizer, clip_grad=CLIPS[clip])
         run.train(range(1))
+        run.wrapper.device_log.flush()
         norms = [] if clip == 'value' else [float(run.wrapper.message_hub.get_scalar('train/grad_norm').current())]
         run.train(range(1, 2))
         found.append((norms, run.result()['weights']))
@@ -476,6 +477,7 @@ def test_meshes_of_four_ranks_follow_one_process(here: Here, how: str, level: st
         for number in range(3):
             step(wrapper, model, torch.cat([batch(here, number, rank) for rank in parts]))
             if clip:
+                wrapper.device_log.flush()
                 norms.append(float(wrapper.message_hub.get_scalar('train/grad_norm').current()))
         found.append(dict(whole(dict(model.state_dict())), norms=torch.tensor(norms)))
     unit = 2.0**-18 if level == 'O0' else 2.0**-7

@@ -59,6 +59,7 @@ def own_log() -> None:
 
 
 def grad_norm(run: Training) -> float:
+    run.wrapper.device_log.flush()
     return float(run.wrapper.message_hub.get_scalar('train/grad_norm').current())
 
 

@@ -25,7 +25,7 @@ BALLAST = 200_000
 KINDS: dict[str, dict[str, Any]] = {
     'epochs': dict(by_epoch=True),
     'within-epochs': dict(by_epoch=True, save_each=3),
-    'iterations-one-file': dict(by_epoch=False, max_keep_ckpts=1),
+    'iterations': dict(by_epoch=False),
     'workers': dict(by_epoch=True, num_workers=2),
 }
 
@@ -56,7 +56,7 @@ def result(work_dir: Path) -> dict[str, Any]:
     """All that a training becomes but for times."""
     saved = toy.checkpoint(work_dir)
     hub = saved['message_hub']
-    names = ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers', 'exact_resume')
+    names = ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers')
     kept = {key: saved[key] for key in names if key in saved}
     scalars = hub['log_scalars'].items()
     kept['scalars'] = {key: buffer.data[0].tolist() for key, buffer in scalars if not key.endswith('time')}

@@ -1,23 +1,22 @@
-"""Lets torchvision be imported, without an import of the package: some processes must not have it, others not yet."""
+"""Lets a CUDA build of torchvision be imported beside a CPU torch, as a plain ``pip install`` brings it."""
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
-_PATH = Path(__file__).resolve().parents[2] / 'amp_wrapper' / 'openmmlab' / 'torchvision_ops.py'
-# the schemas end with the object that has declared them
-_kept: list[ModuleType] = []
+import torch
+
+# the schemas end with this object
+_kept: list[torch.library.Library] = []
 
 
 def declare_torchvision_ops() -> None:
-    """See the function of the same name in ``amp_wrapper/openmmlab/torchvision_ops.py``."""
-    if _kept:
+    """Declare two operators whose schemas its Python part needs, if its library cannot be loaded. They stay absent."""
+    spec = find_spec('torchvision')
+    if torch.version.cuda is not None or spec is None or spec.origin is None or hasattr(torch.ops.torchvision, 'nms'):
         return
-    spec = importlib.util.spec_from_file_location('torchvision_ops_by_path', _PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.declare_torchvision_ops()
-    _kept.append(module)
+    if '+cu' in (Path(spec.origin).parent / 'version.py').read_text(encoding='utf-8'):
+        _kept.append(torch.library.Library('torchvision', 'FRAGMENT'))
+        for name in ('nms', 'qnms'):
+            _kept[0].define(f'{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')

@@ -18,7 +18,7 @@ import toy
 from bits import differences
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.model import ExponentialMovingAverage
-from mmengine.registry import HOOKS, MODELS
+from mmengine.registry import DATASETS, HOOKS, MODELS
 from mmengine.runner import Runner
 from pairs import pairs
 from torch import Tensor, nn
@@ -61,6 +61,23 @@ class DrawsAtEpoch(Hook):
     def before_train_epoch(self, runner: Any) -> None:
         factor = 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * float(torch.rand(()))
         runner.train_loop.dataloader.dataset.images = toy.ToyData().images * factor
+
+
+@DATASETS.register_module()
+class KeepsLast(toy.ToyData):
+    """Mixes each image with the one that was loaded before, as cached mosaics do."""
+
+    last = torch.zeros(())
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item = super().__getitem__(index)
+        item['inputs'] = self.last = item['inputs'] + 0.5 * self.last
+        return item
+
+
+def with_data(case: dict[str, Any], kind: str) -> dict[str, Any]:
+    case['train_dataloader']['dataset']['type'] = kind
+    return case
 
 
 def optimized(level: str, optimizer: dict[str, Any], **words: Any) -> dict[str, Any]:
@@ -110,6 +127,14 @@ RESUMED: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     'split masters and 16-bit state': (
         optimized('O5', ADAMW | dict(state_dtype='bfloat16'), master_weights='split'),
         dict(iters=10),
+    ),
+    "torch's sampler in iterations": (
+        toy.everything('O5', by_epoch=False, max_epochs=3, sampler='ToyRandomSampler'),
+        dict(iters=16),
+    ),
+    'a data set that keeps what it drew': (
+        with_data(toy.everything('O5', max_epochs=2, save_each=5), 'KeepsLast'),
+        dict(iters=6),
     ),
     'with numbers of a monitor': (with_hooks(toy.everything('O2', max_epochs=3), MONITOR), dict(iters=17)),
     'compiled': ({**toy.everything('O2', max_epochs=2), 'compile': dict(backend='eager')}, dict(iters=10)),
@@ -166,7 +191,7 @@ class Wastes(Hook):
 def test_validation_draws_nothing_from_the_training(tmp_path: Path) -> None:
     differing = {}
     for exact in (True, False):
-        case = toy.everything('O5', max_epochs=2)
+        case = toy.everything('O5', by_epoch=False, max_epochs=2)
         case['custom_hooks'] = case['custom_hooks'][: None if exact else -1]
         ends = []
         for hooks in ([], [dict(type='Wastes')]):
@@ -211,11 +236,10 @@ ITERATIONS = dict(train_cfg=dict(by_epoch=False, max_iters=3, val_interval=10))
     ('more', 'words'),
     [
         (loader(num_workers=1, persistent_workers=True), 'Write persistent_workers=False'),
-        ({**loader('ToyRandomSampler'), **ITERATIONS}, "Use mmengine's InfiniteSampler"),
         (dict(randomness=dict(seed=None)), 'the config has no seed'),
         (epochs(1), None),
         (ITERATIONS, None),
-        ({**loader('ToyRandomSampler'), **epochs(1)}, None),
+        ({**loader('ToyRandomSampler'), **ITERATIONS}, None),
     ],
 )
 def test_what_cannot_be_resumed_exactly_is_warned_of_at_the_start(
@@ -228,8 +252,9 @@ def test_what_cannot_be_resumed_exactly_is_warned_of_at_the_start(
 
 def test_changed_config_is_warned_of(tmp_path: Path) -> None:
     run(tmp_path, STOPPING, **epochs(1))
-    _, said = run(tmp_path, resume=True, **loader(batch_size=2), **epochs(2))
-    assert 'an epoch had 7 batches and has 14 now' in said and '1 early stopping hooks' in said
+    runner, said = run(tmp_path, resume=True, **loader(batch_size=2), **epochs(2))
+    assert runner.iter == 28
+    assert 'epoch 2 of 14 iterations begins at 14' in said and '1 early stopping hooks' in said
 
 
 def test_due_validation_can_be_left_out(tmp_path: Path) -> None:

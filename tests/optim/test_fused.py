@@ -427,7 +427,7 @@ def test_arguments_that_cannot_be() -> None:
 
 
 def test_configs_name_them() -> None:
-    for name in ('FusedAdam', 'FusedAdamW', 'FusedSGD', 'amp_wrapper.FusedAdamW'):
+    for name in ('amp_wrapper.FusedAdam', 'FusedAdamW', 'FusedSGD', 'amp_wrapper.FusedAdamW'):
         optimizer = dict(type=name, lr=0.25, state_dtype='bfloat16')
         wrapper = build_optim_wrapper(nn.Linear(2, 2), ConfigDict(dict(type='OptimWrapper', optimizer=optimizer)))
         assert type(wrapper.optimizer).__name__ == name.split('.')[-1]

@@ -79,8 +79,10 @@ from mmengine.registry import OPTIM_WRAPPERS, OPTIMIZERS
 import amp_wrapper
 for name in ('AmpOptimWrapper', 'ApexOptimWrapper'):
     assert OPTIM_WRAPPERS.get(name) is getattr(amp_wrapper, name), name
-for name in ('FusedAdam', 'FusedAdamW', 'FusedSGD'):
+for name in ('FusedAdamW', 'FusedSGD'):
     assert OPTIMIZERS.get(name) is getattr(amp_wrapper, name), name
+# DeepSpeed's name
+assert OPTIMIZERS.get('FusedAdam') is None and OPTIMIZERS.get('amp_wrapper.FusedAdam') is amp_wrapper.FusedAdam
 """
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from amp_wrapper import compiler_internals, torch_internals
-from amp_wrapper.checkpoint import sharded
+from amp_wrapper.openmmlab import shard_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,8 +53,8 @@ def test_backward_pass_is_known_to_a_dispatch_mode() -> None:
 def test_names_that_are_only_looked_up() -> None:
     found = torch_internals.variable_function('exp')
     assert found is not None and found(torch.zeros(1)).item() == 1 and torch_internals.variable_function('none') is None
-    for module, names in sharded.METADATA_CLASSES.items():
-        assert all(hasattr(importlib.import_module(module), name) for name in names.split()), module
+    for module, names in shard_files.METADATA_CLASSES.items():
+        assert all(hasattr(importlib.import_module(module), name) for name in names), module
     assert issubclass(nn.BatchNorm2d, torch_internals.BatchNorm) and issubclass(nn.MSELoss, torch_internals.Loss)
     assert issubclass(nn.InstanceNorm2d, torch_internals.BatchOrInstanceNorm)
     assert all(hasattr(nn.Module, name) for name in torch_internals.STATE_DICT_METHODS)

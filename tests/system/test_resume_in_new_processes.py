@@ -48,12 +48,8 @@ def cases() -> dict[str, Case]:
     found['O5-early-stopping'] = everything(
         'O5', dict(val=7 * EARLY), max_epochs=12, patience=EARLY - 1, min_delta=1000.0
     )
-    # resumed by a script that knows no seed before it reads the checkpoint
-    no_seed = dict(randomness=dict(seed=None, deterministic=True))
-    found['O5-no-seed'] = everything('O5', dict(epochs=2), no_seed)
-    persistent = everything('O5', dict(iters=17), no_seed, by_epoch=False, num_workers=2)
-    persistent['train_dataloader']['persistent_workers'] = True
-    found['O5-no-seed-persistent'] = persistent
+    found['O5-persistent'] = everything('O5', dict(iters=17), by_epoch=False, num_workers=2)
+    found['O5-persistent']['train_dataloader']['persistent_workers'] = True
     # the hook alone, without a wrapper of ours
     found['stock-within'] = dict(
         everything('O0', dict(iters=16), save_each=5), optim_wrapper=dict(type='OptimWrapper', optimizer=SGD)
@@ -100,7 +96,7 @@ def differing(folder: Path, whole: dict[str, dict[str, Any]]) -> list[str]:
 
 
 #: Two levels, and the cases that interrupt where it hurts most.
-SHORT = ('O2-within', 'O2-open-accumulation', 'O5-random-sampler', 'O5-no-seed-persistent')
+SHORT = ('O2-within', 'O2-open-accumulation', 'O5-random-sampler', 'O5-persistent')
 
 
 @pytest.mark.timeout(900)
