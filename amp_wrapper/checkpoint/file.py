@@ -102,8 +102,10 @@ def verify(path: str | os.PathLike[str]) -> None:
     path = Path(path).expanduser()
     if not path.is_file():
         raise AmpCheckpointError(f'{path} is not there, or no file: check the path.')
-    if _first_byte(path) not in (b'P', b''):
-        return
+    with open(path, 'rb') as stream:
+        # archives begin with a P, also those that are cut off, and an empty file is none of any format
+        if stream.read(1) not in (b'P', b''):
+            return
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -112,12 +114,6 @@ def verify(path: str | os.PathLike[str]) -> None:
                 raise AmpCheckpointError(f'its record {bad!r} does not have the checksum it was written with')
     except Exception as error:  # a damaged or truncated directory makes zipfile fail in many ways
         raise AmpCheckpointError(f'{path} is damaged or truncated: {error}. Use an earlier checkpoint.') from error
-
-
-def _first_byte(path: Path) -> bytes:
-    """Return b'P' for an archive, and b'\\x80' for a pickle, which torch wrote before there were archives."""
-    with open(path, 'rb') as stream:
-        return stream.read(1)
 
 
 def load(path: str | os.PathLike[str], map_location: Any = 'cpu') -> Any:
@@ -135,17 +131,30 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu') -> Any:
     """
     path = Path(path).expanduser()
     verify(path)
+    return read(path, str(path), map_location)
+
+
+def read(source: Any, name: str, map_location: Any = 'cpu') -> Any:
+    """Read a file or a stream as :func:`load` does, without checksums.
+
+    Args:
+        source: For :func:`torch.load`.
+        name: How errors call it.
+        map_location: As in :func:`torch.load`.
+
+    Raises:
+        AmpCheckpointError: No checkpoint, or one that would run code.
+    """
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        return torch.load(source, map_location=map_location, weights_only=True)
     except Exception as error:  # the many ways in which a damaged pickle fails
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ['']
         asks = [line for line in lines if any(word in line for word in ('GLOBAL', 'getattr', 'Unsupported class'))]
-        # the first letter of a text may be an instruction of a pickle
-        if asks and _first_byte(path) in (b'P', b'\x80'):
+        if asks:
             raise AmpCheckpointError(
-                f'{path} is refused: it asks for code to run while it is read ({asks[0][:300]}). If you trust the file, allow '
+                f'{name} is refused: it asks for code to run while it is read ({asks[0][:300]}). If you trust the file, allow '
                 f'the class by torch.serialization.add_safe_globals([...]) and read it again.'
             ) from error
         raise AmpCheckpointError(
-            f'{path} is no checkpoint, or a damaged one ({type(error).__name__}: {lines[-1][:300]}).'
+            f'{name} is no checkpoint, or a damaged one ({type(error).__name__}: {lines[-1][:300]}).'
         ) from error

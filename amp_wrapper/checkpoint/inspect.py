@@ -49,7 +49,8 @@ def _tensors(values: Iterable[Any]) -> str:
 def _is_finite(value: Any) -> bool:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
-    # torch has no kernel for 8-bit numbers
+    # torch has no kernel for 8-bit numbers, and none for sparse tensors
+    value = value.coalesce().values() if value.is_sparse else value
     return bool((value.float() if value.itemsize == 1 else value).isfinite().all())
 
 

@@ -67,13 +67,13 @@ class ExactResumeHook(Hook):
             raise AmpConfigError([f'revalidate={revalidate!r} must be True or False.'])
         self.revalidate = revalidate
         self._validated = -1
-        self._last: _LastWord | None = None
+        self._last: _LastHook | None = None
 
     def before_train(self, runner: Any) -> None:
         """Warn of what cannot be exact, and restore the counters of early stopping."""
         if self._last is None:
             # this hook is called first: appending behind the running iteration is safe
-            self._last = _LastWord(self)
+            self._last = _LastHook(self)
             runner.register_hook(self._last)
         _count_before_saving(runner)
         for reason in why_inexact(runner):
@@ -100,14 +100,16 @@ class ExactResumeHook(Hook):
             if isinstance(hook, CheckpointHook) and hook.last_ckpt is None:
                 # mmengine forgets it, and would not write a new best score into it
                 hook.last_ckpt = runner.message_hub.runtime_info.get('last_ckpt')
-        done = _done_of_epoch(loop)
+        by_epoch = getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
+        done = loop.iter - loop.epoch * len(loop.dataloader) if by_epoch else 0
         if done:
             loop.run_epoch = functools.partial(_rest_of_epoch, runner, loop, done)
         elif self.revalidate and self._validated != loop.iter and _is_validation_due(runner, loop):
             log(f'the file lacks the validation after iteration {loop.iter}, before which it was saved: it runs now')
             runner.val_loop.run()
         for hook in _stopping(runner):
-            if hook.wait_count >= hook.patience:
+            goal, is_better = hook.stopping_threshold, hook.rule_map[hook.rule]
+            if hook.wait_count >= hook.patience or (goal is not None and is_better(hook.best_score, goal)):
                 log('this run was ended by early stopping already')
                 loop.stop_training = True
 
@@ -116,7 +118,7 @@ class ExactResumeHook(Hook):
         seed_for(runner, 'epoch', runner.epoch)
         loop = runner.train_loop
         if isinstance(loop, IterBasedTrainLoop) and loop.iter:
-            loop.dataloader_iterator = _Seen(runner, loop)
+            loop.dataloader_iterator = _SeededIterator(runner, loop)
 
     def before_val(self, runner: Any) -> None:
         """Seed: a validation draws nothing from the training."""
@@ -135,7 +137,7 @@ class ExactResumeHook(Hook):
         hub['resumed_keys'] = {**hub['resumed_keys'], STATE: True}
 
 
-class _LastWord(Hook):
+class _LastHook(Hook):
     """What :class:`ExactResumeHook` does after all other hooks: mmengine gives a hook one place in all stages."""
 
     priority = 'LOWEST'
@@ -153,8 +155,12 @@ class _LastWord(Hook):
         seed_for(runner, 'iter', runner.iter)
 
 
-class _Seen:
-    """The iterator of an iteration-based loop that is resumed: each batch is loaded from the seed it was loaded from."""
+class _SeededIterator:
+    """Stands in front of the iterator of a resumed loop of iterations, which begins with the first batch again.
+
+    mmengine passes over the batches that were trained; each is loaded from the seed that it was loaded from then, since a new
+    pass over the data, or a data set with a memory, may draw.
+    """
 
     def __init__(self, runner: Any, loop: Any) -> None:
         self._runner, self._iterator, self._index, self._seen = runner, loop.dataloader_iterator, 0, loop.iter
@@ -191,14 +197,6 @@ def _rest_of_epoch(runner: Any, loop: Any, done: int) -> None:
         loop.run_iter(index, batch)
     runner.call_hook('after_train_epoch')
     loop._epoch += 1
-
-
-def _done_of_epoch(loop: Any) -> int:
-    """How many batches of the epoch were trained; 0 at its beginning, and where nobody knows."""
-    if getattr(type(loop), 'run_epoch', None) is not EpochBasedTrainLoop.run_epoch:
-        return 0
-    done: int = loop.iter - loop.epoch * len(loop.dataloader)
-    return done
 
 
 def _is_validation_due(runner: Any, loop: Any) -> bool:
@@ -240,7 +238,7 @@ def why_inexact(runner: Any) -> list[str]:
         reasons.append('fast_forward_on_resume=True begins the data anew. Write fast_forward_on_resume=False.')
     if by_epoch and getattr(loop.dataloader, 'persistent_workers', False):
         reasons.append('workers keep their random states from epoch to epoch. Write persistent_workers=False.')
-    if (runner.cfg.get('randomness') or {}).get('seed') is None:
+    if runner._randomness_cfg.get('seed') is None:
         reasons.append('the config has no seed, and data sets are built first. Write randomness=dict(seed=0).')
     if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
         reasons.append('some GPU kernels add in any order. Write randomness=dict(seed=0, deterministic=True).')

@@ -6,7 +6,6 @@ import datetime
 import os
 import pathlib
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,10 @@ class WholeFiles(LocalBackend):
         Raises:
             CheckpointWriteError: Full disk, no permission and their like. The file is what it was.
         """
+        if Path(filepath).is_symlink() or (Path(filepath).exists() and not Path(filepath).is_file()):
+            # what must not be replaced by a file: links, pipes
+            super().put(obj, filepath)
+            return
         with file.replacing(filepath) as part, open(part, 'wb') as stream:
             stream.write(obj)
             stream.flush()
@@ -61,14 +64,13 @@ class LocalLoader:
             map_location: As in :func:`torch.load`.
 
         Raises:
-            AmpCheckpointError: Missing, truncated, changed, no checkpoint at all, or one that would run code.
+            AmpCheckpointError: Truncated, changed, no checkpoint at all, or one that would run code.
+            FileNotFoundError: Missing, as in mmengine.
         """
         self.path = path = Path(filename).expanduser()
-        content = shard_files.load_folder(path, map_location) if path.is_dir() else file.load(path, map_location)
-        if isinstance(content, dict) and isinstance(content.get('meta'), dict):
-            # the text of a config of mmcv 1, which mmengine would execute
-            content['meta'].pop('config', None)
-        return content
+        if not path.exists():
+            raise FileNotFoundError(f'{filename} can not be found.')
+        return shard_files.load_folder(path, map_location) if path.is_dir() else file.load(path, map_location)
 
 
 local_loader = LocalLoader()
@@ -77,7 +79,7 @@ local_loader = LocalLoader()
 def newest(work_dir: str) -> str | None:
     """Find the newest checkpoint of a run that is whole.
 
-    That is the one ``last_checkpoint`` names, in this folder where it has one of that name; where it is missing or damaged, the
+    That is the one ``last_checkpoint`` names (in a folder that was copied, the copy of it); where it is missing or damaged, the
     youngest of the ``epoch_*`` and ``iter_*`` beside it.
 
     Args:
@@ -93,12 +95,14 @@ def newest(work_dir: str) -> str | None:
     text = pointer.read_text(errors='replace').strip().removeprefix('file://') if pointer.is_file() else ''
     if '://' in text:
         return text
-    named = [path for path in (Path(work_dir, Path(text).name), Path(text)) if Path(text).name and path.exists()][:1]
-    folder = named[0].parent if named else Path(work_dir)
-    others = [path for path in folder.glob('*.pth') if re.fullmatch(r'(epoch|iter)_\d+', path.stem)]
-    passed = (
-        [f'{text[:200] or "nothing"}, which {pointer} names, is not there'] if pointer.exists() and not named else []
-    )
+    target, folders = Path(text), [Path(text).parent, Path(work_dir)]
+    if target.parent.name != Path(work_dir).name:
+        # of the run that this folder is a copy of
+        folders.reverse()
+    named = [each / target.name for each in folders if target.name and (each / target.name).exists()][:1]
+    folder = named[0].parent if named else next(each for each in folders if each.is_dir())
+    others = [path for name in ('epoch_*.pth', 'iter_*.pth') for path in folder.glob(name)]
+    passed = [f'{text[:200]!r} of {pointer} is not there'] if pointer.exists() and not named else []
     for path in [*named, *sorted(set(others) - set(named), key=os.path.getmtime, reverse=True)]:
         try:
             (shard_files.verify_folder if path.is_dir() else file.verify)(path)
@@ -128,7 +132,7 @@ def _restricted_getattr(owner: Any, name: str) -> Any:
 def _allow_classes() -> None:
     """Add the classes that mmengine's checkpoints need under ``weights_only=True``, and no more."""
     containers = [HistoryBuffer, ConfigDict, datetime.datetime, datetime.date, datetime.timedelta, slice, range]
-    kinds = ('U1', 'f2', 'f4', 'f8', 'i1', 'i2', 'i4', 'i8', 'u1', 'u4', 'u8', '?')
+    kinds = ('U1', 'f2', 'f4', 'f8', 'i1', 'i2', 'i4', 'i8', 'u1', 'u2', 'u4', 'u8', '?')
     classes: list[Any] = [*containers, np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in kinds}]
     # each with its name: ``torch.serialization.safe_globals``, in which onedl-mmengine reads its files, takes out at its end
     # what it was given, and would take out our entry if it were the same

@@ -1,4 +1,4 @@
-"""Writes lines to the package's logger, which is mmengine's inside of a runner."""
+"""Writes lines to the package's logger, and to mmengine's where there is a runner."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class _ToMMEngine(logging.Handler):
 
 @functools.cache
 def follow_runners() -> None:
-    """Send the lines of the package to mmengine's logger from now on, since there is a runner.
+    """Send the lines of the package to mmengine's logger, too, from now on, since there is a runner.
 
-    Elsewhere they are the script's own matter: its configuration of ``logging`` says where they go.
+    They still go where the script's own configuration of ``logging`` says.
     """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     logger.addHandler(_ToMMEngine())
-    logger.propagate = False

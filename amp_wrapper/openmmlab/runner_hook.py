@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import itertools
-import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,16 @@ from mmengine.hooks import CheckpointHook, EMAHook, Hook, LoggerHook
 from mmengine.model import BaseDataPreprocessor, BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..casting import roots
-from ..errors import AmpCheckpointError
+from ..checkpoint import file
+from ..errors import AmpCheckpointError, some
 from ..policy.options import is_whole
 from . import files, shard_files, sharding
 from .attaching import amp_wrappers, inner_model, wrappers_of
+from .exact_resume import ExactResumeHook
 from .log import follow_runners, log, warn
 
 
@@ -34,7 +35,7 @@ class AmpRunnerHook(Hook):
     """
 
     priority = 45  # type: ignore[assignment]
-    _is_readable: bool | None = None
+    _has_read_back = False
 
     def before_train(self, runner: Any) -> None:
         """Let ``compile`` in the config compile the model's call, where mmengine compiles the whole ``train_step``.
@@ -65,6 +66,9 @@ class AmpRunnerHook(Hook):
         Raises:
             AmpCheckpointError: Not of this model, optimizer or schedule.
         """
+        if isinstance(checkpoint.get('meta'), dict):
+            # the text of a config of mmcv 1, which mmengine would execute
+            checkpoint['meta'].pop('config', None)
         if runner._resume and wrappers_of(runner):
             check(runner, checkpoint)
         shard_files.shard_checkpoint(runner, checkpoint)
@@ -80,8 +84,9 @@ class AmpRunnerHook(Hook):
         saved = checkpoint.get('param_schedulers')
         for states in saved.values() if isinstance(saved, dict) else [saved or []]:
             states[:] = [{key: value for key, value in state.items() if not callable(value)} for state in states]
-        if self._is_readable is None:
-            self._is_readable = _is_readable(checkpoint)
+        if not self._has_read_back:
+            self._has_read_back = True
+            _read_back(checkpoint)
 
 
 def flush_logs(runner: Any) -> None:
@@ -90,17 +95,15 @@ def flush_logs(runner: Any) -> None:
         wrapper.device_log.flush()
 
 
-def _is_readable(checkpoint: dict[str, Any]) -> bool:
-    """Read back what is no weight, so that a warning comes at the first save and no error when the run is resumed."""
+def _read_back(checkpoint: dict[str, Any]) -> None:
+    """Read what is no weight, so that a warning comes at the first save and no error when the run is resumed."""
     stream = io.BytesIO()
+    torch.save({key: checkpoint.get(key) for key in ('meta', 'message_hub', 'param_schedulers')}, stream)
+    stream.seek(0)
     try:
-        torch.save({key: checkpoint.get(key) for key in ('meta', 'message_hub', 'param_schedulers')}, stream)
-        stream.seek(0)
-        torch.load(stream, weights_only=True)
-    except pickle.UnpicklingError as error:
-        warn(f'this checkpoint cannot be resumed from: it asks for code to run ({" ".join(str(error).split())[:300]})')
-        return False
-    return True
+        file.read(stream, 'this checkpoint')
+    except AmpCheckpointError as error:
+        warn(f'nothing can be resumed from what is saved: {error}')
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------
@@ -144,12 +147,12 @@ def _refusing(what: str) -> Iterator[None]:
     """Inside, errors of loading are errors of the checkpoint."""
     try:
         yield
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # load hooks of models may raise anything
         raise AmpCheckpointError(f'{what} cannot be resumed from: {" ".join(str(error).split())}') from error
 
 
 def check(runner: Any, checkpoint: Any) -> None:
-    """Check that a file is of the model, averages, optimizers and schedules of a runner, applying nothing.
+    """Check that a file is of the model, averages, optimizers and schedules of a runner, applying no tensor of it.
 
     Args:
         runner: About to resume.
@@ -158,28 +161,38 @@ def check(runner: Any, checkpoint: Any) -> None:
     Raises:
         AmpCheckpointError: Names what does not fit.
     """
-    with _refusing(str(files.local_loader.path)):
+    path, files.local_loader.path = files.local_loader.path, None
+    with _refusing(str(path or runner._load_from)):
         lost = [key for key in ('meta', 'state_dict', 'message_hub') if not isinstance(checkpoint.get(key), Mapping)]
         if not lost:
             lost = [f'meta[{key!r}]' for key in ('epoch', 'iter') if not is_whole(checkpoint['meta'].get(key))]
         if lost:
             raise AmpCheckpointError(f'it has no {lost[0]}: load its weights only (resume=False).')
-        model = inner_model(runner.model)
-        averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
-        state = copy.copy(checkpoint['state_dict'])
-        for name in [name for name in state if name.startswith('module.')]:
-            # mmengine takes it off, too
-            state[name.removeprefix('module.')] = state.pop(name)
-        with _WithoutCopies():
-            model.load_state_dict(state)
-            for average in averages if 'ema_state_dict' in checkpoint else ():
-                average.load_state_dict(checkpoint['ema_state_dict'])
+        # mmengine takes this prefix off, too
+        weights = {name.removeprefix('module.'): value for name, value in checkpoint['state_dict'].items()}
+        _check_names(inner_model(runner.model), weights, getattr(checkpoint['state_dict'], '_metadata', None))
+        for hook in runner.hooks:
+            if isinstance(hook, EMAHook) and 'ema_state_dict' in checkpoint:
+                _check_names(hook.ema_model, checkpoint['ema_state_dict'])
         if 'optimizer' in checkpoint:
             _check_optimizers(runner.optim_wrapper, checkpoint['optimizer'])
         else:
             warn('the checkpoint has no state of the optimizer, which begins anew, with a new loss scale')
         if 'param_schedulers' in checkpoint and runner.param_schedulers is not None:
             _check_schedules(checkpoint['param_schedulers'], runner.param_schedulers)
+
+
+def _check_names(module: nn.Module, saved: Mapping[str, Any], versions: Any = None) -> None:
+    """Load a state dict in a dry run: names and shapes have to be those that the module saves itself."""
+    # hooks of modules may change what they are given
+    copied = ((name, v.to('cpu', copy=True) if isinstance(v, Tensor) else v) for name, v in saved.items())
+    state: Any = OrderedDict(copied)
+    state._metadata = getattr(saved, '_metadata', versions)
+    with _WithoutCopies():
+        found = module.load_state_dict(state, strict=False)
+    own = module.state_dict()
+    if strange := [*(name for name in found.missing_keys if name in own), *found.unexpected_keys]:
+        raise AmpCheckpointError(f'it lacks these weights of the model, or has them too many: {some(strange)}.')
 
 
 def _check_optimizers(wrapper: Any, state: Any) -> None:
@@ -244,9 +257,6 @@ def load_or_resume(original: Callable[..., None], runner: Any) -> None:
     sharding.shard_model_of(runner)
     if runner._resume and runner._load_from is None and not runner._has_loaded and '://' not in runner.work_dir:
         runner._load_from = files.newest(runner.work_dir)
-        if runner._load_from is None:
-            log(f'nothing to resume from in {runner.work_dir} yet: the training starts anew')
-            return
     with shard_files.loading(runner):
         original(runner)
     if runner._resume:
@@ -265,5 +275,5 @@ def _follow_length(runner: Any) -> None:
             f'{first}, where the training goes on: look at schedules that count iterations'
         )
         loop._iter = first
-    elif loop.iter > first and not any(type(hook).__name__ == 'ExactResumeHook' for hook in runner.hooks):
+    elif loop.iter > first and not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
         warn('the file is of the middle of an epoch, which mmengine begins again: add amp_wrapper.ExactResumeHook')

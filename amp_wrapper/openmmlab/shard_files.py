@@ -65,7 +65,10 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Save on all ranks, where something is sharded. mmengine's hooks are called on all of them for a folder of shards."""
+    """Save on all ranks, where something is sharded, or divided by ``ZeroRedundancyOptimizer`` (mmengine would wait forever).
+
+    For a folder of shards, mmengine's hooks are called on all ranks.
+    """
     wrapper = getattr(runner, 'optim_wrapper', None)
     members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
     steppers: list[Any] = [getattr(member, 'optimizer', None) for member in members]
@@ -84,12 +87,12 @@ def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kw
             zero.consolidate_state_dict(to=0)
             if is_main_process():
                 # mmengine's would ask all ranks once more
-                stack.enter_context(_giving(zero, ZeroRedundancyOptimizer.state_dict(zero)))
+                stack.enter_context(_with_state(zero, ZeroRedundancyOptimizer.state_dict(zero)))
         for owner in owners:
             # one tensor is whole on the other ranks at a time
             state = _mapped(owner.state_dict(), _gathered)
             if is_main_process():
-                stack.enter_context(_giving(owner, state))
+                stack.enter_context(_with_state(owner, state))
         original(runner, *args, **kwargs)
 
 
@@ -101,7 +104,7 @@ def _gathered(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _giving(owner: Any, state: Any) -> Iterator[None]:
+def _with_state(owner: Any, state: Any) -> Iterator[None]:
     """Inside, the state dict of an object is a given one."""
     owner.state_dict = lambda *args, **kwargs: state
     try:

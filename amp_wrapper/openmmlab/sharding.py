@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,11 +157,9 @@ class MMFullyShard(nn.Module):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """As of ``MMDistributedDataParallel``; with several optimizers, that of the model, which knows when each is stepped."""
-        step: Any = partial(MMDistributedDataParallel.train_step, self)
         if isinstance(optim_wrapper, OptimWrapperDict):
-            step = self.module.train_step
-        found: dict[str, Tensor] = step(data, optim_wrapper)
-        return found
+            return self.module.train_step(data, optim_wrapper)  # type: ignore[operator, no-any-return]
+        return MMDistributedDataParallel.train_step(self, data, optim_wrapper)
 
     # mmengine's, which call those of the model
     val_step = MMDistributedDataParallel.val_step
