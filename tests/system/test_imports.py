@@ -113,12 +113,13 @@ optimizer.step()
 """
 
 
-@needs_mmengine
 RUNNER = 'from mmengine.logging import MMLogger; MMLogger.get_instance("a", log_level="ERROR"); import amp_wrapper'
 
 
+@needs_mmengine
 @pytest.mark.parametrize(
-    ('level', 'first'), [('INFO', 'import mmengine'), ('INFO', RUNNER), ('ERROR', ''), ('', ''), ('', 'import mmengine')]
+    ('level', 'first'),
+    [('INFO', 'import mmengine'), ('INFO', RUNNER), ('ERROR', ''), ('', ''), ('', 'import mmengine')],
 )
 def test_messages_go_where_the_script_says(level: str, first: str) -> None:
     """A script without configuration sees warnings on stderr; ``logging.basicConfig`` sees each line once."""
