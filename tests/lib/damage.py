@@ -69,7 +69,6 @@ STATE: dict[str, tuple[Change, str]] = {
     'another optimizer': (drop('param_groups', 0, 'momentum'), 'momentum'),
     'no scale': (drop('amp', 'loss_scalers', 1, 'scale'), 'scale'),
     'a NaN scale': (put('amp', 'loss_scalers', 1, 'scale', math.nan), 'scale'),
-    'an infinite scale': (put('amp', 'loss_scalers', 0, 'scale', math.inf), 'scale'),
     'a scale of 0': (put('amp', 'loss_scalers', 0, 'scale', 0.0), 'scale'),
     'no loss scalers': (put('amp', 'loss_scalers', []), 'loss_scalers'),
     'a newer format': (put('amp', 'version', 2), 'upgrade'),
