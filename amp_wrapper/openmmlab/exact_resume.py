@@ -238,6 +238,8 @@ def why_inexact(runner: Any) -> list[str]:
         reasons.append('fast_forward_on_resume=True begins the data anew. Write fast_forward_on_resume=False.')
     if by_epoch and getattr(loop.dataloader, 'persistent_workers', False):
         reasons.append('workers keep their random states from epoch to epoch. Write persistent_workers=False.')
+    if get_world_size() > 2 and getattr(runner.model, 'find_unused_parameters', None) is False:
+        reasons.append('DDP orders its buckets anew in its second iteration. Write find_unused_parameters=True.')
     if runner._randomness_cfg.get('seed') is None:
         reasons.append('the config has no seed, and data sets are built first. Write randomness=dict(seed=0).')
     if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():

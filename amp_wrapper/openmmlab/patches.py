@@ -67,7 +67,8 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
     ours = attaching.amp_wrappers(wrappers)
     for name, member in ours.items():
         member.join([other for other in members.values() if other is not member], name)
-    half = [name for name, member in ours.items() if torch.float16 in _types(member.policy)]
+    policies = {name: member.policy for name, member in ours.items()}
+    half = [name for name, each in policies.items() if torch.float16 in (each.cast_model_type, each.autocast_dtype)]
     for name, member in ours.items():
         scaled = any(not scaler.is_one for scaler in member.loss_scalers)
         if not scaled and member.policy.enabled and member.policy.verbosity >= 1 and set(half) - {name}:
@@ -75,10 +76,6 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
             log(
                 f"{name} has no loss scale: if its loss flows through {half[0]}, in float16, write loss_scale='dynamic'"
             )
-
-
-def _types(policy: Any) -> tuple[Any, Any]:
-    return policy.cast_model_type, policy.autocast_dtype
 
 
 def attach_all(original: Callable[..., None], wrappers: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -204,8 +204,9 @@ def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
     if len(shape) not in (1, 2) or not all(map(is_count, shape)) or torch.Size(shape).numel() != world:
         problem = f'mesh={mesh!r} must be one size or two, whose product is the number of processes, {world}, or None.'
         raise AmpConfigError([problem])
-    names = ('replicate', 'shard')[-len(shape) :]
-    return init_device_mesh(torch.device(get_device()).type, shape, mesh_dim_names=names)
+    return init_device_mesh(
+        torch.device(get_device()).type, shape, mesh_dim_names=('replicate', 'shard')[-len(shape) :]
+    )
 
 
 # -- when a runner is ready --------------------------------------------------------------------------------------------
