@@ -86,12 +86,9 @@ class MMFullyShard(nn.Module):
         self.module = module
         self.checkpoints = checkpoints
         self._mesh = mesh_of(mesh)
-        self._options = {
-            'blocks': blocks,
-            'reduce_dtype': reduce_dtype,
-            'reshard_after_forward': reshard_after_forward,
-            'offload': offload,
-        }
+        self._options: dict[str, Any] = dict(
+            blocks=blocks, reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, offload=offload
+        )
         self._accumulates_apart = no_sync
         self._holds_back = False
         # what cannot mean anything at any level is an error now
@@ -204,9 +201,8 @@ def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
     if len(shape) not in (1, 2) or not all(map(is_count, shape)) or torch.Size(shape).numel() != world:
         problem = f'mesh={mesh!r} must be one size or two, whose product is the number of processes, {world}, or None.'
         raise AmpConfigError([problem])
-    return init_device_mesh(
-        torch.device(get_device()).type, shape, mesh_dim_names=('replicate', 'shard')[-len(shape) :]
-    )
+    names = ('replicate', 'shard')[-len(shape) :]
+    return init_device_mesh(torch.device(get_device()).type, shape, mesh_dim_names=names)
 
 
 # -- when a runner is ready --------------------------------------------------------------------------------------------
