@@ -54,10 +54,10 @@ def train(args: argparse.Namespace) -> None:
             raise AmpConfigError(['--auto-scale-lr: the config has no auto_scale_lr=dict(base_batch_size=...).'])
         cfg.auto_scale_lr.enable = True
     if args.resume is not None:
-        if args.resume != 'auto':
-            check_exists(args.resume)
         cfg.resume = True
         cfg.load_from = None if args.resume == 'auto' else args.resume
+    if cfg.get('load_from') is not None:
+        check_exists(cfg.load_from)
     if args.seed is not None:
         cfg.randomness = {**(cfg.get('randomness') or {}), 'seed': args.seed}
     _add_hook(cfg, 'ExactResumeHook')
