@@ -166,7 +166,6 @@ NEWEST: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     'the last is cut off': (lambda folder: cut(folder / 'epoch_3.pth'), 2, 'epoch_3.pth is damaged'),
     'a bit of the last is flipped': (lambda folder: flip(folder / 'epoch_3.pth'), 2, 'epoch_3.pth is damaged'),
     'the last is gone': (lambda folder: (folder / 'epoch_3.pth').unlink(), 2, 'epoch_3.pth'),
-    'two are broken': (lambda folder: [cut(folder / 'epoch_3.pth'), flip(folder / 'epoch_2.pth')], 1, 'epoch_2.pth'),
     'no pointer': (lambda folder: (folder / 'last_checkpoint').unlink(), 3, ''),
     'an empty pointer': (lambda folder: point(folder, ''), 3, 'is not there'),
     'a pointer to nothing': (lambda folder: point(folder, 'nothing'), 3, 'nothing'),

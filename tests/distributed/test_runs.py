@@ -38,6 +38,7 @@ mmengine.runner.runner.collect_env = dict
 SAVED = ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers')
 WRAPPERS: dict[str, dict[str, Any]] = {
     'ddp': dict(type='MMDistributedDataParallel', broadcast_buffers=False),
+    'ddp in order': dict(type='MMDistributedDataParallel', broadcast_buffers=False, find_unused_parameters=True),
     'sharded': dict(type='amp_wrapper.MMFullyShard', blocks=['Linear']),
     'sharded and repeated': dict(type='amp_wrapper.MMFullyShard', mesh=(2, 1)),
     'sharded folder': dict(type='amp_wrapper.MMFullyShard', checkpoints='sharded'),
@@ -50,7 +51,7 @@ class KillRankOne(Hook):
     """In the middle of the second epoch."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if dist.get_rank() == 1 and runner.iter == 5:
+        if dist.get_rank() == 1 and (runner.epoch, batch_idx) == (1, 1):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,7 +63,7 @@ def config_of(here: Here, wrapper: str, level: str, optimizer: str = 'SGD', **mo
         model_wrapper_cfg=dict(WRAPPERS[wrapper]),
         randomness=dict(seed=0, deterministic=True, diff_rank_seed=True),
     )
-    if here.device.type == 'cpu' and wrapper == 'ddp':
+    if here.device.type == 'cpu' and 'ddp' in wrapper:
         config['model_wrapper_cfg']['device_ids'] = None
     if optimizer != 'SGD':
         kind = optimizer.removeprefix('Zero ')
@@ -82,11 +83,11 @@ def run(here: Here, folder: str, wrapper: str, level: str, optimizer: str, how: 
     runner = toy.run(here.folder / folder, **config)
     assert runner.epoch == 2
     if here.world > 1:
-        assert isinstance(runner.model, MMFullyShard) is (wrapper != 'ddp')
+        assert isinstance(runner.model, MMFullyShard) is ('ddp' not in wrapper)
         same_on_all_ranks(here, whole(list(runner.model.parameters())), 'weights')
     if how == 'resume' and here.rank == 0:
         logs = ''.join(path.read_text() for path in (here.folder / folder).rglob('*.log'))
-        assert ('saved by 2 processes' in logs) == (here.world != 2)
+        assert ('saved by 2 processes' in logs) == (here.world in (1, 3))
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -102,10 +103,10 @@ def saved(folder: Path) -> dict[str, Any]:
     ('wrapper', 'level', 'optimizer', 'others'),
     [
         ('ddp', 'O2', 'SGD', {'ddp': 1, 'of three': 3}),
+        ('ddp in order', 'O5', 'SGD', {}),
         ('sharded', 'O5', 'FusedAdamW', {'ddp': 2, 'sharded': 1}),
         ('sharded folder', 'O2', 'FusedAdamW', {'ddp': 2}),
         pytest.param('sharded, no_sync', 'O2', 'AdamW', {'ddp': 2}, marks=pytest.mark.long),
-        pytest.param('sharded', 'O1', 'SGD', {'sharded': 3}, marks=pytest.mark.long),
         pytest.param('ddp', 'O5', 'Zero AdamW', {}, marks=pytest.mark.long),
     ],
 )
@@ -113,7 +114,9 @@ def test_killed_run_resumes_exactly(
     ranks_of: Callable[[int], Group], tmp_path: Path, wrapper: str, level: str, optimizer: str, others: dict[str, int]
 ) -> None:
     """In new processes, as many. On other numbers, and wrapped otherwise, it goes on."""
-    two, words = ranks_of(2), dict(wrapper=wrapper, level=level, optimizer=optimizer)
+    # sums of more than two gradients are rounded in their order
+    two = ranks_of(4 if 'order' in wrapper else 2)
+    words = dict(wrapper=wrapper, level=level, optimizer=optimizer)
     two.run(tmp_path, run, folder='whole', **words)
     answers = two.answers(tmp_path, run, folder='part', how='kill', **words)
     # the one that is left alone ends with an error of its own

@@ -73,7 +73,6 @@ STATE: dict[str, tuple[Change, str]] = {
     'no loss scalers': (put('amp', 'loss_scalers', []), 'loss_scalers'),
     'a newer format': (put('amp', 'version', 2), 'upgrade'),
     'no format': (drop('amp', 'version'), 'version'),
-    'no level': (drop('amp', 'opt_level'), 'opt_level'),
     'the part of amp is no dict': (put('amp', [1]), 'amp'),
 }
 

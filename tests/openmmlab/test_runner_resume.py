@@ -27,6 +27,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpCheckpointError, AmpConfigError, AmpOptimWrapper, ExactResumeHook, FusedAdamW, amp
+from amp_wrapper.openmmlab.patches import PATCHES
 
 HOOK = dict(type='amp_wrapper.ExactResumeHook')
 STOCK = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9))
@@ -118,7 +119,6 @@ RESUMED: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         toy.everything('O5', max_epochs=6, patience=3, min_delta=1000.0),
         dict(iters=14),
     ),
-    'split masters': (optimized('O2', ADAMW, master_weights='split'), dict(iters=10)),
     'split masters and 16-bit state': (
         optimized('O5', ADAMW | dict(state_dtype='bfloat16'), master_weights='split'),
         dict(iters=10),
@@ -347,6 +347,18 @@ def test_files_of_a_stock_run_are_mmengines_own(tmp_path: Path) -> None:
     assert not [key for key in (*file, *file['optimizer'], *file['message_hub']['runtime_info']) if 'amp' in key]
     runner = toy.run(tmp_path, copy.deepcopy(STOCK), resume=True, **saving(max_keep_ckpts=1), **epochs(3))
     assert runner.iter == 21 and names_in(tmp_path) == ['epoch_3.pth']
+
+
+def test_patches_change_nothing_for_wrappers_of_mmengine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same run with each patch taken off, one after the other."""
+    case = toy.everything('O0', max_epochs=2)
+    case.update(optim_wrapper=copy.deepcopy(STOCK), custom_hooks=case['custom_hooks'][:2])
+    toy.run(tmp_path / 'patched', **copy.deepcopy(case))
+    for number, (target, name, _) in enumerate(PATCHES):
+        monkeypatch.setattr(target, name, getattr(target, name).__wrapped__)
+        toy.run(tmp_path / f'{number}', **copy.deepcopy(case))
+        ends = [crash_harness.result(tmp_path / each) for each in ('patched', f'{number}')]
+        assert differences(*ends) == [], name
 
 
 def test_stock_file_within_an_epoch_goes_on_from_where_it_stands(tmp_path: Path) -> None:
