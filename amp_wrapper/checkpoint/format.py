@@ -69,10 +69,18 @@ class SavedAmp:
         same_scale = all(theirs.get('loss_scale', {}).get(key) == mine['loss_scale'][key] for key in rule)
         return same_scale and all(theirs.get(key) == mine[key] for key in _MEANING)
 
-    def origin(self) -> str:
-        """Say who saved it, for a line of the log."""
-        how = {'stock': "by mmengine's own AmpOptimWrapper", 'apex': 'by apex', 'plain': 'without mixed precision'}
-        return f'saved {how.get(self.kind, f"at {self.opt_level}")}'
+    def resumed(self, how: str, scales: Sequence[float], dropped: Sequence[str]) -> str:
+        """Say for the log who saved it and how training goes on.
+
+        Args:
+            how: "at O2", say.
+            scales: The loss scales that were taken over.
+            dropped: A phrase for each thing that was not.
+        """
+        who = {'stock': "by mmengine's own AmpOptimWrapper", 'apex': 'by apex', 'plain': 'without mixed precision'}
+        kept = f' with loss scale {", ".join(f"{scale:g}" for scale in scales)}' if scales else ''
+        line = f'saved {who.get(self.kind, f"at {self.opt_level}")}, resumed {how}{kept}'
+        return f'{line}; not kept: {"; ".join(dropped)}' if dropped else line
 
 
 def write(

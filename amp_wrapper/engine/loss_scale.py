@@ -264,17 +264,16 @@ class LossScales:
         chosen = self._updated or range(len(self.scalers))
         return ', '.join(f'loss {index}: {self.scalers[index].get_scale():g}' for index in chosen)
 
-    def load(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str], list[float]]:
+    def load(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str]]:
         """Take over the states of saved scales.
 
         Args:
             states: One for each saved loss.
 
         Returns:
-            The scales that were taken over, a phrase for each thing that was not, and the scales that begin anew.
+            The scales that were taken over, and a phrase for each thing that was not.
         """
-        dropped: list[str] = []
-        scales: list[float] = []
+        scales, dropped = list[float](), list[str]()
         for index, (scaler, state) in enumerate(zip(self.scalers, states)):
             label = f'loss {index}: ' if len(self.scalers) > 1 else ''
             dropped += [label + note for note in scaler.load_state_dict(state)]
@@ -284,7 +283,7 @@ class LossScales:
         if further:
             dropped.append(f'the loss scales {", ".join(further)} of further losses, for which none is configured')
         new = [scaler.get_scale() for scaler in self.scalers[len(states) :] if scaler.is_dynamic]
-        return scales, dropped, new
+        return scales, dropped + [f'no loss scale was saved: it starts at {scale:g}' for scale in new]
 
 
 def new_scalers(policy: Policy) -> list[LossScaler]:

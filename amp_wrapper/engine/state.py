@@ -42,14 +42,10 @@ def _open_accumulation(engine: Engine) -> dict[str, Any] | None:
         return None
     found, of_others = engine.flags.state()
     buffers = {name: copy for snapshot in engine.snapshots for name, copy in snapshot.state().items()}
-    return {
-        'gradients': engine.gradients.save(engine.params.lists()),
-        'unscaled': engine.gradients.after_each_pass,
-        'used': list(engine.flags.used),
-        'found_inf': found,
-        **({} if of_others is None else {'foreign_found_inf': of_others}),
-        **({'buffers': buffers} if buffers else {}),
-    }
+    gradients, unscaled = engine.gradients.save(engine.params.lists()), engine.gradients.after_each_pass
+    window = dict(gradients=gradients, unscaled=unscaled, used=list(engine.flags.used), found_inf=found)
+    optional = {'foreign_found_inf': of_others} if of_others is not None else {}
+    return {**window, **optional, **({'buffers': buffers} if buffers else {})}
 
 
 def check_state(optimizer: Optimizer, state: Any) -> checkpoint.SavedAmp:
@@ -88,12 +84,12 @@ def load_state(engine: Engine, state: Any) -> str:
         raise AmpCheckpointError(f'the optimizer state does not fit {type(optimizer).__name__}: {error}') from error
     if not policy.enabled:
         dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
-        return _line(saved, 'without mixed precision', dropped)
+        return saved.resumed('without mixed precision', [], dropped)
     _keep_scalar_state(optimizer, saved.optimizer)
     engine.pending = None
     if engine.attached:
         engine.zero_grad()
-    scales, dropped, new = engine.scales.load(saved.loss_scalers)
+    scales, dropped = engine.scales.load(saved.loss_scalers)
     engine.monitor.start(int(engine.scales.first.counts[2]))
     for snapshot in () if saved.window or any(each.is_accumulating for each in engine.others) else engine.snapshots:
         # of another file
@@ -106,14 +102,7 @@ def load_state(engine: Engine, state: Any) -> str:
         else:
             # the gradients alone: a second copy of the optimizer state would wait in memory for nothing
             engine.pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
-    dropped += [f'no loss scale was saved: it starts at {scale:g}' for scale in new]
-    shown = ', '.join(f'{scale:g}' for scale in scales)
-    return _line(saved, policy.opt_level + (f' with loss scale {shown}' if scales else ''), dropped)
-
-
-def _line(saved: checkpoint.SavedAmp, resumed: str, dropped: list[str]) -> str:
-    line = f'{saved.origin()}, resumed at {resumed}'
-    return f'{line}; not kept: {"; ".join(dropped)}' if dropped else line
+    return saved.resumed(f'at {policy.opt_level}', scales, dropped)
 
 
 def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

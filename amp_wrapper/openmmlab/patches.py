@@ -23,6 +23,7 @@ from .. import distributed_internals
 from ..casting import fp32_values
 from ..casting.cast_module import is_cast
 from ..engine import averages
+from ..policy.nested import parameters_of
 from . import attaching, files, runner_hook, shard_files
 from .log import follow_runners, log, warn
 
@@ -83,7 +84,7 @@ def attach_all(original: Callable[..., None], wrappers: Any, model: nn.Module, *
     original(wrappers, model, *args, **kwargs)
     inside = {id(parameter) for parameter in model.parameters()}
     for member in attaching.amp_wrappers(wrappers).values():
-        if inside.issuperset(id(p) for group in member.optimizer.param_groups for p in group['params']):
+        if inside.issuperset(map(id, parameters_of(member.optimizer))):
             attaching.attach_members(member._engine, model)
 
 
@@ -93,7 +94,7 @@ PATCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (Runner, 'load_or_resume', runner_hook.load_or_resume),
     # saves on rank 0 alone, where the shards of all ranks are wanted
     (Runner, 'save_checkpoint', shard_files.save_checkpoint),
-    # the function that writes what was collected: shards are gathered or written here, after all hooks
+    # the function that writes what was collected: a folder of shards is written here, after all hooks
     (mmengine.runner.runner, 'save_checkpoint', shard_files.write_checkpoint),
     # averages see FP32 values, never rounded weights
     (BaseAveragedModel, 'update_parameters', update_parameters),

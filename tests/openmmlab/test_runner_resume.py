@@ -296,36 +296,28 @@ class Halving(nn.Linear):
 
 
 @MODELS.register_module()
-class HalvingModel(toy.ToyModel):
-    def __init__(self) -> None:
+class ModelThatLoads(toy.ToyModel):
+    def __init__(self, layer: str) -> None:
         super().__init__()
-        self.fc = Halving(4, 3)
+        self.fc = dict(halving=Halving, renaming=Renaming)[layer](4, 3)
 
 
 def test_modules_load_what_is_in_the_file_once(tmp_path: Path) -> None:
-    case = dict(model=dict(type='HalvingModel'), **epochs(1))
+    case = dict(model=dict(type='ModelThatLoads', layer='halving'), **epochs(1))
     toy.run(tmp_path, wrapper(), **case)
     weight = toy.checkpoint(tmp_path)['state_dict']['fc.weight']
     runner = toy.run(tmp_path, wrapper(), resume=True, **case)
     assert torch.equal(runner.model.state_dict()['fc.weight'], weight * 0.5)
 
 
-@MODELS.register_module()
-class RenamingModel(toy.ToyModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = Renaming(4, 3)
-
-
 def test_model_that_renames_weights_when_it_loads_is_resumed(tmp_path: Path) -> None:
-    case = dict(model=dict(type='RenamingModel'), **epochs(1))
+    case = dict(model=dict(type='ModelThatLoads', layer='renaming'), resume=True, **epochs(1))
     toy.run(tmp_path, wrapper(), **case)
     file = toy.checkpoint(tmp_path)
     file['state_dict']['fc.kernel'] = file['state_dict'].pop('fc.weight') + 1
     torch.save(file, tmp_path / 'old.pth')
     del file['state_dict']['conv.weight']
     torch.save(file, tmp_path / 'bad.pth')
-    case['resume'] = True
     runner = toy.run(tmp_path / 'a', wrapper(), load_from=str(tmp_path / 'old.pth'), **case)
     assert torch.equal(runner.model.state_dict()['fc.weight'], file['state_dict']['fc.kernel'])
     with pytest.raises(AmpCheckpointError, match=r'conv\.weight'):
@@ -357,8 +349,7 @@ def test_patches_change_nothing_for_wrappers_of_mmengine(tmp_path: Path, monkeyp
     for number, (target, name, _) in enumerate(PATCHES):
         monkeypatch.setattr(target, name, getattr(target, name).__wrapped__)
         toy.run(tmp_path / f'{number}', **copy.deepcopy(case))
-        ends = [crash_harness.result(tmp_path / each) for each in ('patched', f'{number}')]
-        assert differences(*ends) == [], name
+        assert differences(*(crash_harness.result(tmp_path / each) for each in ('patched', f'{number}'))) == [], name
 
 
 def test_stock_file_within_an_epoch_goes_on_from_where_it_stands(tmp_path: Path) -> None:
