@@ -24,14 +24,14 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import amp as amp
     from .casting.sharding import fully_shard as fully_shard
-    from .diagnostics.diagnosis import Diagnosis as Diagnosis
-    from .diagnostics.nonfinite import NonfiniteWatch as NonfiniteWatch
-    from .diagnostics.nonfinite import nonfinite_watch as nonfinite_watch
-    from .diagnostics.plots import plot_runs as plot_runs
-    from .diagnostics.precision_report import PrecisionReport as PrecisionReport
+    from .diagnostics.overflow import Diagnosis as Diagnosis
+    from .diagnostics.plot import plot_runs as plot_runs
     from .diagnostics.ranges import Ranges as Ranges
-    from .diagnostics.suggestion import LevelSuggestion as LevelSuggestion
-    from .diagnostics.training_monitor import TrainingMonitor as TrainingMonitor
+    from .diagnostics.report import PrecisionReport as PrecisionReport
+    from .diagnostics.suggest import LevelSuggestion as LevelSuggestion
+    from .diagnostics.watch import TrainingWatch as TrainingWatch
+    from .diagnostics.watches import NonfiniteWatch as NonfiniteWatch
+    from .diagnostics.watches import nonfinite_watch as nonfinite_watch
     from .engine.loss_scale import LossScaler as LossScaler
     from .errors import AmpAttachError as AmpAttachError
     from .errors import AmpCheckpointError as AmpCheckpointError
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 _NAMES = {
     'amp': 'amp',
     'casting.sharding': 'fully_shard',
-    'diagnostics.diagnosis': 'Diagnosis',
-    'diagnostics.nonfinite': 'NonfiniteWatch nonfinite_watch',
-    'diagnostics.plots': 'plot_runs',
-    'diagnostics.precision_report': 'PrecisionReport',
+    'diagnostics.overflow': 'Diagnosis',
+    'diagnostics.watches': 'NonfiniteWatch nonfinite_watch',
+    'diagnostics.plot': 'plot_runs',
+    'diagnostics.report': 'PrecisionReport',
     'diagnostics.ranges': 'Ranges',
-    'diagnostics.suggestion': 'LevelSuggestion',
-    'diagnostics.training_monitor': 'TrainingMonitor',
+    'diagnostics.suggest': 'LevelSuggestion',
+    'diagnostics.watch': 'TrainingWatch',
     'engine.loss_scale': 'LossScaler',
     'errors': 'AmpAttachError AmpCheckpointError AmpConfigError AmpError AmpUsageError CheckpointWriteError NonfiniteError '
     'OverflowStreakError',

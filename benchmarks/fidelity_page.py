@@ -93,8 +93,6 @@ def task_table(records: Sequence[Mapping[str, Any]], task: Task) -> list[str]:
                 number(level.last, 4),
                 f'{level.skipped:g}',
                 _range(level.scales),
-                _share(level.monitor, 'amp_grad_underflow'),
-                _share(level.monitor, 'amp_update_lost'),
             ]
         )
     heads = [
@@ -106,8 +104,6 @@ def task_table(records: Sequence[Mapping[str, Any]], task: Task) -> list[str]:
         'loss over the last tenth',
         'skipped steps of a run',
         'loss scale at the end',
-        'gradients that are 0 in 16-bit, %',
-        'updates that 16-bit weights would lose, %',
     ]
     return table(heads, rows)
 
@@ -115,10 +111,6 @@ def task_table(records: Sequence[Mapping[str, Any]], task: Task) -> list[str]:
 def _range(scales: Sequence[float]) -> str:
     low, high = min(scales), max(scales)
     return f'{low:,.0f}' if low == high else f'{low:,.0f} to {high:,.0f}'
-
-
-def _share(numbers: Mapping[str, float], name: str) -> str:
-    return f'{numbers[name] * 100:.3g}' if name in numbers else ''
 
 
 def explanations(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]] = ()) -> list[str]:
@@ -134,13 +126,11 @@ def explanations(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[st
         for level in ordered(records, task.name):
             if level.is_far:
                 text = FINDINGS.get((task.name, level.variant), NOT_FOUND)
-                where = f'{task.title}, {level.variant}'
-                digits = task.digits
-                by = _difference(level, digits)
+                by = _difference(level, task.digits)
                 if level.variant in further:
                     again = further[level.variant]
-                    text += f' {len(again.differences)} further seeds: {_difference(again, digits)}.'
-                lines.append(f'- **{where}**{by and f" ({by})"}: {text}')
+                    text += f' {len(again.differences)} further seeds: {_difference(again, task.digits)}.'
+                lines.append(f'- **{task.title}, {level.variant}**{by and f" ({by})"}: {text}')
     return lines or [f'No level is further than {LIMIT:g} standard errors from {REFERENCE}.']
 
 

@@ -5,87 +5,73 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from amp_wrapper.diagnostics.plot_style import ALARM, FAINT, line_look, mark_iterations, save, styled
+from amp_wrapper.diagnostics.plot import save, styled
 
 from .fidelity_tasks import BLOCK, REFERENCE, TASKS, VARIANTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
+#: Okabe and Ito's colours, which differ for colour-blind eyes too; with the style of the line, each level has its own.
+_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#A66F00', '#56B4E9', '#000000')
+_STYLES: tuple[Any, ...] = ('-', (0, (5, 1.5)), (0, (1, 1)), (0, (7, 1.5, 1, 1.5)), (0, (4, 1, 1, 1, 1, 1)))
+_RED = '#B3202C'
 #: Blocks of steps that are drawn as one mean, so that a line is no band.
 _SMOOTH = 2
 
 
-def draw(records: Sequence[Mapping[str, Any]], stem: Path) -> list[Path]:
-    """Write the picture as PNG and SVG.
+def draw(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
+    """Write the picture as PNG and SVG: a row for each task, the mean loss over the seeds, and its distance from O0.
 
     Args:
         records: Of runs.
         stem: The path without its suffix.
-
-    Returns:
-        The files.
     """
-    files = [stem.with_suffix('.png'), stem.with_suffix('.svg')]
-    save(figure(records), files)
-    return files
-
-
-def figure(records: Sequence[Mapping[str, Any]]) -> Figure:
-    """A row for each task: the mean loss over the seeds, and its distance from O0.
-
-    Args:
-        records: Of runs.
-    """
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     tasks = [task for name, task in TASKS.items() if any(record['task'] == name for record in records)]
     variants = [name for name in VARIANTS if any(record['variant'] == name for record in records)]
-    with styled():
-        found = Figure(figsize=(8.0, 0.7 + 2.05 * len(tasks)), layout='constrained')
+    with styled() as (figure_type, _):
+        found = figure_type(figsize=(8.0, 0.7 + 2.05 * len(tasks)), layout='constrained')
         grid = found.subplots(len(tasks), 2, squeeze=False)
         for (left, right), task in zip(grid, tasks):
             curves = {name: _curves(records, task.name, name) for name in variants}
-            left.set_title(f'{task.title}: {task.loss_title}')
-            right.set_title(f'distance from {REFERENCE}')
-            left.set_gid(f'loss {task.name}')
-            right.set_gid(f'distance {task.name}')
+            left.set(title=f'{task.title}: {task.loss_title}', gid=f'loss {task.name}')
+            right.set(title=f'distance from {REFERENCE}', gid=f'distance {task.name}')
             for name in variants:
                 _plot(left, list(curves[name].values()), VARIANTS.index(name))
             _mark_failures(left, curves)
             _distances(right, curves)
             for axes in (left, right):
                 axes.margins(x=0.02)
-                mark_iterations(axes)
+                axes.spines[['top', 'right']].set_visible(False)
+                axes.xaxis.set_major_formatter('{x:,.0f}')
                 axes.set_xlabel('step' if task is tasks[-1] else '')
-        handles = [Line2D([], [], linewidth=1.6, **line_look(VARIANTS.index(name))) for name in variants]
-        found.legend(handles, variants, loc='outside upper left', ncols=4, handlelength=3.2)
-    return found
+        handles = [Line2D([], [], linewidth=1.6, **_look(VARIANTS.index(name))) for name in variants]
+        found.legend(handles, variants, loc='outside upper left', ncols=4, handlelength=3.2, frameon=False)
+    for suffix in ('.png', '.svg'):
+        save(found, stem.with_suffix(suffix))
+
+
+def _look(number: int) -> dict[str, Any]:
+    return {'color': _COLOURS[number % len(_COLOURS)], 'linestyle': _STYLES[number % len(_STYLES)]}
 
 
 def _curves(records: Sequence[Mapping[str, Any]], task: str, variant: str) -> dict[int, list[float]]:
     """By seed; NaN where a loss was not finite."""
     chosen = [record for record in records if (record['task'], record['variant']) == (task, variant)]
+    found = {record['seed']: [math.nan if x is None else x for x in record['curve']] for record in chosen}
     return {
-        record['seed']: [_mean([math.nan if x is None else x for x in part]) for part in _parts(record['curve'])]
-        for record in chosen
+        seed: [fmean(curve[start : start + _SMOOTH]) for start in range(0, len(curve), _SMOOTH)]
+        for seed, curve in found.items()
     }
 
 
-def _parts(curve: Sequence[float | None]) -> list[Sequence[float | None]]:
-    return [curve[start : start + _SMOOTH] for start in range(0, len(curve), _SMOOTH)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _spread(values: Sequence[float]) -> float:
-    mean = _mean(values)
+    mean = fmean(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
@@ -95,9 +81,9 @@ def _places(count: int) -> list[float]:
 
 def _plot(axes: Axes, rows: Sequence[Sequence[float]], number: int) -> None:
     if rows:
-        means = [_mean(column) for column in zip(*rows)]
-        look = line_look(number)
-        axes.plot(_places(len(means)), means, linewidth=2.2 if number == 0 else 1.2, gid=VARIANTS[number], **look)
+        means = [fmean(column) for column in zip(*rows)]
+        width = 2.2 if number == 0 else 1.2
+        axes.plot(_places(len(means)), means, linewidth=width, gid=VARIANTS[number], **_look(number))
 
 
 def _mark_failures(axes: Axes, curves: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
@@ -106,11 +92,11 @@ def _mark_failures(axes: Axes, curves: Mapping[str, Mapping[int, Sequence[float]
     for height, (name, rows) in enumerate((name, rows) for name, rows in failed.items() if rows):
         first = min(next(place for place, value in enumerate(row) if not math.isfinite(value)) for row in rows)
         at = (_places(first + 1)[-1], 0.06 + 0.1 * height)
-        cross: dict[str, Any] = {'marker': 'x', 'markersize': 6, 'color': ALARM, 'linestyle': 'none', 'gid': 'failed'}
+        cross: dict[str, Any] = {'marker': 'x', 'markersize': 6, 'color': _RED, 'linestyle': 'none', 'gid': 'failed'}
         axes.plot(*([value] for value in at), transform=axes.get_xaxis_transform(), **cross)
         text = f'{name}: not finite from here in {len(rows)} of {len(curves[name])} runs'
         axes.annotate(
-            text, at, (7, -3), axes.get_xaxis_transform(), 'offset points', fontsize=7.5, color=ALARM, gid='failed'
+            text, at, (7, -3), axes.get_xaxis_transform(), 'offset points', fontsize=7.5, color=_RED, gid='failed'
         )
 
 
@@ -119,7 +105,7 @@ def _distances(axes: Axes, curves: Mapping[str, Mapping[int, Sequence[float]]]) 
     if len(base) > 1:
         spread = [_spread(column) for column in zip(*base.values())]
         axes.fill_between(
-            _places(len(spread)), [-x for x in spread], spread, color=FAINT, alpha=0.22, linewidth=0, gid='seeds'
+            _places(len(spread)), [-x for x in spread], spread, color='#767676', alpha=0.22, linewidth=0, gid='seeds'
         )
     for name, rows in curves.items():
         shared = [seed for seed in rows if seed in base]

@@ -29,7 +29,6 @@ class Level:
         last: Mean of the loss over the last tenth of the steps.
         skipped: Skipped steps of a run, in the mean.
         scales: Loss scale at the end of each run.
-        monitor: Means of what was measured at every tenth step.
     """
 
     task: str
@@ -41,7 +40,6 @@ class Level:
     last: float
     skipped: float
     scales: tuple[float, ...]
-    monitor: Mapping[str, float]
 
     @property
     def mean(self) -> float:
@@ -93,7 +91,6 @@ def _level(task: str, variant: str, runs: Sequence[Mapping[str, Any]], base: Map
     differences = [
         run['metric'] - other['metric'] for run, other in pairs if None not in (run['metric'], other['metric'])
     ]
-    numbers = [run['monitor'] for run in runs if run.get('monitor')]
     return Level(
         task=task,
         variant=variant,
@@ -104,10 +101,6 @@ def _level(task: str, variant: str, runs: Sequence[Mapping[str, Any]], base: Map
         last=statistics.fmean(_last(run['curve']) for run in runs),
         skipped=statistics.fmean(run['skipped'] for run in runs),
         scales=tuple(run['scale at the end'] for run in runs),
-        monitor={
-            name: statistics.fmean(row[name] for row in numbers if name in row)
-            for name in sorted({name for row in numbers for name in row})
-        },
     )
 
 

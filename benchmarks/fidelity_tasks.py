@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.diagnostics.measured_numbers import NUMBERS
 from amp_wrapper.errors import OverflowStreakError
 from amp_wrapper.policy import LEVELS
 
@@ -273,13 +273,7 @@ def run(task: Task, variant: str, seed: int, quick: bool = False) -> dict[str, A
     cfg.experiment_name = uuid.uuid4().hex
     # nothing is saved
     cfg.default_hooks.checkpoint = None
-    record, monitored = Record(task.losses), variant in LEVELS
-    cfg.custom_hooks = [*cfg.get('custom_hooks', ())]
-    if monitored:
-        # ranges per layer and diagnoses would be files
-        cfg.custom_hooks.append(
-            dict(type='amp_wrapper.AmpMonitorHook', interval=10, ranges_interval=None, diagnose_overflow=False)
-        )
+    record = Record(task.losses)
     if quick:
         cfg.train_cfg.update(
             dict(max_epochs=2, val_interval=2) if cfg.train_cfg.by_epoch else dict(max_iters=48, val_interval=48)
@@ -305,7 +299,6 @@ def run(task: Task, variant: str, seed: int, quick: bool = False) -> dict[str, A
             for name in scalars
             if name.startswith('val/') and not name.endswith('time')
         }
-        numbers = monitored_numbers(scalars) if monitored else {}
         # a closed one would stay at the logger, which the next training of the process gets, too
         for handler in list(runner.logger.handlers):
             if isinstance(handler, logging.FileHandler):
@@ -321,31 +314,14 @@ def run(task: Task, variant: str, seed: int, quick: bool = False) -> dict[str, A
         **({'ended': ended} if ended else {}),
         'metrics': {name: _plain(value) for name, value in metrics.items()},
         'first': [_plain(loss) for loss in record.losses[:FIRST]],
-        'curve': [_plain(sum(part) / len(part)) for part in _blocks(record.losses)],
+        'curve': [_plain(fmean(record.losses[start : start + BLOCK])) for start in range(0, len(record.losses), BLOCK)],
         'steps': len(record.losses),
         'skipped': len(record.skips),
         'skipped at': record.skips[:50],
         'scale at the end': record.scales[-1],
         'smallest scale': min(record.scales),
-        **({'monitor': numbers} if numbers else {}),
         'seconds': round(seconds, 1),
     }
-
-
-def monitored_numbers(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """Means over a run of what the monitor measured at every tenth step; of several wrappers, the largest."""
-    found: dict[str, float] = {}
-    for number in NUMBERS:
-        means = [
-            float(scalars[key].data[0].mean()) for key in scalars if key.startswith('train/') and key.endswith(number)
-        ]
-        if means:
-            found[number] = _plain(max(means)) or 0.0
-    return found
-
-
-def _blocks(losses: Sequence[float]) -> list[Sequence[float]]:
-    return [losses[start : start + BLOCK] for start in range(0, len(losses), BLOCK)]
 
 
 def _plain(value: float) -> float | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_wrapper import AmpOptimWrapper, FusedAdamW, FusedSGD, amp
-from amp_wrapper.diagnostics.memory import SavedBytes, bytes_of
+from amp_wrapper.diagnostics.step import SavedBytes
 from amp_wrapper.policy import LEVELS, resolve
 
 from .step_training import TORCH_TYPES
@@ -172,7 +172,12 @@ class Trained:
             others += [copy for copy in copies if copy is not None and not any(copy is weight for weight in weights)]
         state = [v for values in self.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         gradients = [parameter.grad for parameter in (*weights, *others) if parameter.grad is not None]
-        return dict(zip(PARTS, map(bytes_of, (weights, others, state, gradients))))
+        return dict(zip(PARTS, map(_bytes_of, (weights, others, state, gradients))))
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def saved_bytes(setup: Setup, model: nn.Module, x: Tensor) -> int:
@@ -184,9 +189,9 @@ def saved_bytes(setup: Setup, model: nn.Module, x: Tensor) -> int:
         x: The batch.
     """
     trained = Trained(setup, model)
-    with SavedBytes(model) as saved:
-        loss = trained.forward(x)
-    del loss
+    saved = SavedBytes(model)
+    with saved:
+        trained.forward(x)
     return saved.total
 
 

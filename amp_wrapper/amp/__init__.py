@@ -13,8 +13,8 @@ for inputs, target in loader:
 ```
 """
 
-from ..diagnostics.precision_report import report as report
-from ..diagnostics.suggest_level import suggest_level as suggest_level
+from ..diagnostics.report import report as report
+from ..diagnostics.suggest import suggest_level as suggest_level
 from .accessors import last_step_skipped as last_step_skipped
 from .accessors import load_state_dict as load_state_dict
 from .accessors import loss_scale as loss_scale

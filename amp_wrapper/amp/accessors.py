@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint import scales
-from ..diagnostics.overflow import MOST_REPORTS
-from ..diagnostics.training_monitor import MonitorOptions, TrainingMonitor
+from ..diagnostics.watch import LinesFile, Log, TrainingWatch, read_options
 from ..engine import Engine, attach_together
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, logger, short
 from ..policy.nested import parameters_of
@@ -123,15 +122,15 @@ def monitor(
     interval: int | None = 50,
     *,
     folder: str | Path | None = None,
-    log: Callable[[int, dict[str, float]], object] | None = None,
-    ranges_interval: int | None = 500,
+    log: Log | None = None,
+    ranges_interval: int | None = None,
     diagnose_overflow: bool = True,
-    max_reports: int = MOST_REPORTS,
-) -> TrainingMonitor:
-    """Watch how well the types of a training fit, and why steps are skipped.
+) -> TrainingWatch:
+    """Watch why steps are skipped, and how well gradients fit into float16.
 
-    The numbers are those of :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS`, ``amp_scale`` and ``amp_skipped``.
-    They are computed on the device, and handed on when they have reached the host, without waiting for it.
+    Skipped steps are examined, the first one on; that a dynamic loss scale falls is not reported. For that, each step keeps
+    references to its inputs, which takes some tenths of a millisecond. Numbers are computed on the device, and handed on when
+    they have reached the host, without waiting for it.
 
     ```python
     model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
@@ -139,44 +138,38 @@ def monitor(
     ```
 
     Args:
-        optimizer: An initialised one; with ``enabled=False`` nothing is watched.
-        interval: Steps from one measurement to the next: steps 1, ``interval``, 2 * ``interval`` and so on are measured.
-            None is that of ``ranges_interval``.
+        optimizer: An initialised one.
+        interval: Steps from one measurement to the next: steps 1, ``interval``, 2 * ``interval`` and so on are measured. None
+            measures nothing. :class:`~amp_wrapper.TrainingWatch` says what the numbers are.
         folder: Where ``amp_monitor.jsonl``, ``amp_ranges.jsonl`` and the reports in ``amp_diagnosis/`` are written; None writes
             nothing.
         log: Called with the step, counted from 1, and the numbers by name. Where it raises, a warning says so once.
-        ranges_interval: The same for measurements per layer, for ``amp_ranges.jsonl``, at steps that are measured; None for
-            none.
-        diagnose_overflow: Whether skipped steps are examined, the first one on. For that, each step keeps references to its
-            inputs, which takes a tenth of a millisecond or so. That a dynamic loss scale falls is not reported.
-        max_reports: Reports of this training.
+        ranges_interval: The same as ``interval`` for counts per layer, for ``amp_ranges.jsonl``; None for none.
+        diagnose_overflow: Whether skipped steps are examined.
 
     Returns:
         An object with ``read()``, ``diagnoses`` and ``close()``; also a context manager.
 
     Raises:
         AmpUsageError: An optimizer that was not initialised.
-        AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``; a ``max_reports`` that is no
-            whole number; a ``log`` that cannot be called.
+        AmpConfigError: An interval that is no whole number above 0; a ``diagnose_overflow`` that is neither True nor False; a
+            ``log`` that cannot be called.
     """
-    options = MonitorOptions.read(
-        interval=interval, ranges_interval=ranges_interval, diagnose_overflow=diagnose_overflow, max_reports=max_reports
-    )
+    words = {'interval': interval, 'ranges_interval': ranges_interval, 'diagnose_overflow': diagnose_overflow}
+    options = read_options(**words)
     if log is not None and not callable(log):
         raise AmpConfigError([f'log={log!r} must be a function of a step and a dict of numbers.'])
     engines, session = registry.engines_of(optimizer), registry.session_of(optimizer)
     place = None if folder is None else Path(folder)
-    watch = TrainingMonitor(options, place, place, log=log)
-    if session is not None:
-        engine, models = engines[0], [root for _, root in session.casts.roots]
+    logs: dict[str, Log] = {} if place is None else {'amp_monitor.jsonl': LinesFile(place / 'amp_monitor.jsonl')}
+    if log is not None:
+        logs['log= of amp.monitor'] = log
+    models = [] if session is None else [root for _, root in session.casts.roots]
 
-        def attach(engine: Engine, copied: nn.Module) -> None:
-            attach_together([engine], [copied] if len(models) == 1 else list(copied.children()), engine.policy)
+    def attach(engine: Engine, copied: nn.Module) -> None:
+        attach_together([engine], [copied] if len(models) == 1 else list(copied.children()), engine.policy)
 
-        # it counts the steps by itself
-        engine.observers.append(watch)
-        watch.watch(engine, models, attach)
-    return watch
+    return TrainingWatch(engines[0] if engines else None, models, attach, options, logs, place, place)
 
 
 def state_dict(

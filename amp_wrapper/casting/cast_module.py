@@ -232,16 +232,16 @@ def _cast_again(make: Callable[..., nn.Module], words: tuple[Any, ...], rule: Ru
     if rule is not None:
         put(module, rule)
         if rule.is_model:
-            install(module, rule.model)
+            install(rule.model)
     return module
 
 
-def install(model: nn.Module, common: Model) -> None:
-    """Let act in regions what has to act in calls of a model: the registry, and what its configuration names while it lives."""
+def install(common: Model) -> None:
+    """Let act in regions the registry, and what a configuration names, as long as a module is cast by it."""
     functions.install()
     region.install()
     for op in common.fp32_ops:
-        functions.add(op, model)
+        functions.add(op, common)
 
 
 def link_of(module: nn.Module) -> Link:

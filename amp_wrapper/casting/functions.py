@@ -28,6 +28,7 @@ from ..policy.lookup import find, is_class, parent_of
 from ..policy.nested import HALF_TYPES, cast_tensors, tensors_in
 from . import kernels, region
 from .copies import Copies
+from .rule import Model
 
 #: Of methods that run in FP32 by their name.
 METHOD_OP = Fp32Op('*', METHOD_REASON, FLOAT32)
@@ -57,8 +58,8 @@ class Rules:
         self.rule = rule
         self._ops: list[Fp32Op] = []
 
-    def add(self, op: Fp32Op, model: nn.Module | None) -> None:
-        """Take up an entry; that of a configuration, as long as its model is alive."""
+    def add(self, op: Fp32Op, model: Model | None) -> None:
+        """Take up an entry; that of a configuration, as long as a module is cast by it."""
         self._ops.append(op)
         self.op = op
         if model is not None:
@@ -81,7 +82,7 @@ class Rules:
 
 def call_in_fp32(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of Python in FP32; see :func:`.kernels.call_in_fp32`. Its arguments may be any nesting of tensors."""
-    return kernels.call_in_fp32(op, function, function, args, kwargs, Copies(torch.float32, HALF_TYPES))
+    return kernels.call_in_fp32(op, function, args, kwargs, Copies(torch.float32, HALF_TYPES))
 
 
 def call_by_rule(rule: CallRule, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +103,7 @@ def call_by_rule(rule: CallRule, function: Callable[..., Any], args: tuple[Any, 
     elif rule.dtype is not None and region.has_autocast(device):
         block = torch.autocast(device, dtype=rule.dtype)
     copies = Copies(rule.dtype or kernels.widest(tensors))
-    with kernels.told(rule, function), region.spare(region.NOTHING if is_op else region.AS_AROUND), block:
+    with region.spare(region.NOTHING if is_op else region.AS_AROUND), block:
         result = function(*copies.cast(args), **copies.cast(kwargs))
     return copies.write_back(result)
 
@@ -125,12 +126,12 @@ _waiting: dict[str, Fp32Op] = {}
 _modules: tuple[int, str] = (0, '')
 
 
-def add(op: Fp32Op, model: nn.Module | None = None) -> None:
+def add(op: Fp32Op, model: Model | None = None) -> None:
     """Let the function behind a name run in FP32 in regions; later, where its package is not imported yet.
 
     Args:
         op: The entry. Classes of modules are left to the casts of modules.
-        model: Of a configuration, which acts as long as this model is alive; None for the registry.
+        model: Of a configuration, which acts as long as a module has rules of it; None for the registry.
     """
     value = find(op.name)
     if value is None:

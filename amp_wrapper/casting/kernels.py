@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,32 +89,6 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
     return types.pop() if len(types) == 1 else torch.float32
 
 
-# -- a listener: a report of what ran in FP32 --------------------------------------------------------------------------------
-
-#: Makes a block around a call, of the rule by which its arguments are cast (an ``Fp32Op``, an ``OpRule`` or a ``CallRule``) and
-#: of what is called. It is told of calls on every thread.
-Listener = Callable[[Any, Any], AbstractContextManager[None]]
-
-_listener: Listener | None = None
-_NOTHING = nullcontext()
-
-
-def told(rule: Any, function: Any) -> AbstractContextManager[None]:
-    """A block in which the listener, if there is one, knows of a call."""
-    return _NOTHING if _listener is None else _listener(rule, function)
-
-
-@contextmanager
-def listening(by: Listener) -> Iterator[None]:
-    """Inside, ``by`` is told; whoever listened before is not."""
-    global _listener
-    before, _listener = _listener, by
-    try:
-        yield
-    finally:
-        _listener = before
-
-
 # -- FP32 --------------------------------------------------------------------------------------------------------------------
 
 
@@ -123,12 +97,11 @@ def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
     return any(tensor.dtype in op.types for tensor in tensors)
 
 
-def call_in_fp32(op: Fp32Op, function: Any, run: Any, args: Any, kwargs: Any, copies: Copies | None = None) -> Any:
+def call_in_fp32(op: Fp32Op, run: Any, args: Any, kwargs: Any, copies: Copies | None = None) -> Any:
     """Call a function by an entry of the registry, in FP32 where it would compute in a type that the entry avoids.
 
     Args:
         op: Says which types to avoid, and what becomes of the result.
-        function: For a listener.
         run: Calls it.
         args: Its arguments. Those that ask for 16-bit tensors ask for FP32 ones.
         kwargs: The same.
@@ -145,7 +118,7 @@ def call_in_fp32(op: Fp32Op, function: Any, run: Any, args: Any, kwargs: Any, co
             said_once.warn_once(op.warning)
         args = [_in_fp32(value, copies) for value in args]
         kwargs = {name: _in_fp32(value, copies) for name, value in kwargs.items()}
-    with told(op, function), region.autocast(on, None) if on else nullcontext():
+    with region.autocast(on, None) if on else nullcontext():
         result = run(*args, **kwargs)
     if not narrow:
         return result
@@ -204,7 +177,7 @@ class _SpareKernel:
             return overload.redispatch(keys & _below_regions, *args, **kwargs)
         # the keys of this call have those of autocast, whatever is turned off
         run = functools.partial(overload.redispatch, keys & _below_autocast)
-        return call_in_fp32(self.op, overload, run, args, kwargs)
+        return call_in_fp32(self.op, run, args, kwargs)
 
 
 @functools.cache
@@ -322,8 +295,7 @@ def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[.
         # composite ops call others, which have to see what the outer one was given
         torch.set_autocast_enabled(device, False)
         try:
-            with told(rule, overload):
-                return run(*new, **words)
+            return run(*new, **words)
         finally:
             torch.set_autocast_enabled(device, True)
 

@@ -203,9 +203,9 @@ class CastPlan:
         region.reach()
         if policy.runs_16_bit and policy.verbosity >= 1:
             said_once.said.clear()
-        for module, rule in rules.items():
+        for rule in rules.values():
             if rule.is_model:
-                cast_module.install(module, rule.model)
+                cast_module.install(rule.model)
         for module in self._roles:
             cast_module.take_off(module)
         for tensor in self.raised:

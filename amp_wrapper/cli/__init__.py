@@ -54,7 +54,6 @@ OPTIONAL = {
     'setuptools': '"setuptools<82"',
     'libcst': 'libcst',
     'matplotlib': 'matplotlib',
-    'rich': 'rich',
     'jinja2': 'jinja2',
     'sklearn': 'scikit-learn',
 }

@@ -6,7 +6,7 @@ import argparse
 
 from . import options
 
-HELP = 'report what runs in which type and why, what 16-bit types lose, and memory'
+HELP = 'report what runs in which type and why, what float16 would lose, and memory'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: Gets them.
     """
     parser.description = (
-        'Run one training step of the model of a config at each opt level, and report: types of weights, inputs and outputs, '
-        'what runs in FP32 and why, what float16 and bfloat16 would lose, and the memory of each level. Nothing is trained.'
+        'Run one training step of the model of a config at each opt level, and report: types of weights and outputs, '
+        'what runs in FP32 and why, what float16 would lose, and the memory of each level. Nothing is trained.'
     )
     parser.epilog = f'example: {parser.prog} configs/digits/cnn_o2.py --opt-level O5 --html report.html'
     options.add_config(parser)

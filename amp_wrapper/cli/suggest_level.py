@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: Gets them.
     """
     parser.description = (
-        'Try the levels side by side on copies of the model of a config, with its data, optimizer and clipping: time, memory, '
-        'skipped steps, how far loss and gradients are from FP32. Recommends one, with keep_fp32 where a few modules need it. '
-        'Trains nothing, writes nothing but --html and --json. Ctrl-C ends it with what is known by then.'
+        'Try the levels one after the other on copies of the model of a config, with its data, optimizer and clipping: time, '
+        'memory, skipped steps, how far loss and gradients are from FP32. Recommends one, with keep_fp32 where a few modules '
+        'overflow. Trains nothing, writes nothing but --html and --json. Ctrl-C ends it with what is known by then.'
     )
     parser.epilog = f'example: {parser.prog} configs/digits/cnn_o2.py --levels O0,O2,O5 --html level.html'
     options.add_config(parser)
@@ -33,14 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--steps', type=int, default=20, metavar='N', help='steps of each level, the first two not timed; default: 20'
     )
     parser.add_argument(
-        '--prefer',
-        choices=('speed', 'memory'),
-        help='what to save; default: speed on a GPU, memory on a CPU, whose times say nothing about a GPU',
+        '--prefer', choices=('speed', 'memory'), default='speed', help='what to save; default: speed, on this device'
     )
     options.add_trial(parser, 'weights to begin with; default: load_from of the config, or its first ones')
-    parser.add_argument(
-        '--max-trials', type=int, default=32, metavar='N', help='of the search for keep_fp32, in all; default: 32'
-    )
     parser.add_argument(
         '--seed', type=options.seed, default=0, metavar='N', help='of the random generators; default: 0'
     )

@@ -1,190 +1,384 @@
-"""Watches the steps of an engine, and finds the cause of those that are skipped."""
+"""Says in words why a step was not finite: where infinities or NaN begin, and which setting mends it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
+from ..casting import fp32_values
+from ..casting.modules import class_name, is_loss
 from ..engine import Engine
-from ..engine.engine import StepObserver
-from ..engine.flags import SKIP, LateRead, StepResult
-from ..errors import logger
-from .causes import diagnose
-from .diagnosis import Diagnosis
-from .live import LiveWatch, judge_watched
-from .recorder import Recorder, StepRecord
-from .remedies import trials_of
-from .replay import is_bad
+from ..errors import some
+from ..policy import Policy, dtype_name
+from ..policy.nested import HALF_TYPES
+from ..shards import local
+from .first_bad import NAN, BadOp
+from .page import Page, Table
+from .recorder import StepRecord, identifiers
+from .replay import Remedy, Replayer, named_in_list
 from .sandbox import Attach
+from .watches import BACKWARD, FORWARD, Maximum, is_bad
 
-#: Reports of one training.
-MOST_REPORTS = 10
-#: Skips in a row that a loss scale which falls may take without a report: 2**16 falls to 1 in so many.
-MOST_FALLS = 16
+#: What to say of an op of each cause.
+_ADVICE = {
+    'forward_range': 'In FP32 the forward pass is finite.',
+    'forward_16bit': 'In FP32 the forward pass is finite. What is zero there is a number too small for {type}.',
+    'forward_nan': 'So it is in FP32, too: this is no matter of precision. Look for a division by zero, a logarithm or a root '
+    'of zero or less, and at the data.',
+    'gradient_range': 'It does not fit at any loss scale.',
+    'gradient_16bit': 'In FP32 the backward pass is finite; a smaller loss scale does not help.',
+    'gradient_nan': 'So it is in FP32 without a loss scale, too: this is no matter of precision. The derivative is not finite '
+    'there, as that of a root or a norm at zero, or 0 times infinity.',
+    'gradient_scale': 'Gradients carry the loss scale {scale:g} there; with loss_scale=1.0 they fit. A dynamic scale falls by '
+    'itself until they do: nothing is to be done then, unless steps are skipped over and over.',
+}
+_LOSS_OPS = ('loss', 'binary_cross_entropy', 'cross_entropy', 'ctc')
+_OUTPUTS = 'The largest absolute number in what each module gave, in the order in which the modules ended.'
+_AGAIN = 'The step could not be run again:'
+_NOT_REPRODUCED = (
+    'The step was finite when it was run again. Either something that is not recorded has changed, such as a random generator '
+    'of its own, a count of calls, or an op whose results differ from run to run; or another rank has the cause. Or the '
+    'gradients that are not finite do not come through the outputs of the model: a term of the loss on weights, a penalty on '
+    'gradients, a hook that changes them.'
+)
 
 
-class OverflowDiagnosis(StepObserver):
-    """Records the steps of one engine, runs a skipped one again, and says why it was not finite.
+@dataclasses.dataclass
+class Diagnosis:
+    """Why a step was not finite.
 
-    A step keeps references to the arguments of its forward calls and to the gradients at the outputs of the model, and the
-    states of the random generators. On a GPU the flag of a step is read when the next one is due: the device is not waited for.
-
-    That a dynamic loss scale falls is no fault, and not reported: a step that would have been finite without a loss scale.
-
-    Args:
-        models: Those whose parameters the engine steps, not wrapped.
-        attach: Attaches a copy of the model; of several, a copy of an ``nn.ModuleList`` of them.
-        publish: Is given each diagnosis; returns where it was written, or ''.
-        most: Reports of this training.
-        around: Around each examination: keeps what a copy of the model writes to other places from them.
+    Attributes:
+        cause: 'input': what the model was given holds NaN. 'weight': a weight, a buffer or the optimizer's state is not finite,
+            or too large. 'forward_range', 'gradient_range': a number is too large for the 16-bit type. 'forward_16bit',
+            'gradient_16bit': something gives no number in the 16-bit type, and one in FP32. 'forward_nan', 'gradient_nan':
+            not finite in FP32 either. 'gradient_scale': a gradient fits without the loss scale. 'loss': the loss, or its
+            gradient at the outputs, is not finite. 'not_reproduced': finite when it was run again. 'not_replayed': it could
+            not be run again.
+        text: The cause in words, with its place and numbers.
+        module: The qualified name of the module in which it begins; '' for the model itself, or where that is not known.
+        kind: The class of that module.
+        phase: 'forward', 'backward', or '' for neither.
+        op: The op in which it begins.
+        source: The line of Python that called it.
+        first_gradient: Of the first gradient that is not finite, in the order of the backward pass: module and node.
+        parameters: Those concerned, by name.
+        losses: The losses concerned, by ``loss_id``.
+        level: What the step ran at.
+        scales: The loss scale of each loss.
+        values: The value of each loss.
+        remedies: What was tried.
+        outputs: The largest numbers that modules gave in the forward pass, in the order in which they ended.
+        samples: What the samples of the batch are called.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        attach: Attach,
-        publish: Callable[[Diagnosis], str],
-        most: int = MOST_REPORTS,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        # holds them all under the names that the recorder gives
-        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._attach = attach
-        self._publish = publish
-        self._left = most
-        self._around = around
-        self._recorder: Recorder | None = Recorder(models)
-        self._pending: tuple[StepRecord, LateRead] | None = None
-        # in a row: for a fault, and since a dynamic loss scale falls
-        self._skips = self._falling = 0
-        # of the row of skips that goes on
-        self._last = ''
-        # where no copy of the model can be run
-        self._live: LiveWatch | None = None
+    cause: str
+    text: str
+    module: str = ''
+    kind: str = ''
+    phase: str = ''
+    op: str = ''
+    source: str = ''
+    first_gradient: str = ''
+    parameters: list[str] = dataclasses.field(default_factory=list)
+    losses: list[int] = dataclasses.field(default_factory=list)
+    level: str = ''
+    scales: list[float] = dataclasses.field(default_factory=list)
+    values: list[float] = dataclasses.field(default_factory=list)
+    remedies: list[Remedy] = dataclasses.field(default_factory=list)
+    outputs: list[Maximum] = dataclasses.field(default_factory=list)
+    samples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
-    def disarm(self) -> None:
-        """Record nothing any more; hooks are taken off."""
-        if self._recorder is not None:
-            self._recorder.remove()
-            self._recorder = None
-        if self._live is not None:
-            self._live.remove()
-            self._live = None
-        self._drop_pending()
+    @property
+    def advice(self) -> str:
+        """The settings that made the step finite, in words; '' where none was found."""
+        good, half = (
+            ' or '.join(each.setting for each in self.remedies if each.finite and each.forward_only == is_half)
+            for is_half in (False, True)
+        )
+        whole = f'With {good}, this step is finite.' if good else ''
+        part = (
+            f'With {half}, its forward pass is finite; the loss, outside of the model, was not tried.' if half else ''
+        )
+        return f'{whole} {part}'.strip()
 
-    # -- the steps of an engine --------------------------------------------------------------------------------------
+    def page(self, **facts: Any) -> Page:
+        """Return all of it as a page.
 
-    def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
-        """A loss is about to be scaled."""
-        if self._recorder is not None:
-            self._resolve(engine, wait=False)
-            self._recorder.see_loss(engine, loss, loss_id)
+        Args:
+            **facts: What else belongs to it: the iteration, the rank.
+        """
+        data = {**facts, **dataclasses.asdict(self), 'advice': self.advice}
+        data['outputs'] = [{**each._asdict(), 'dtype': dtype_name(each.dtype)} for each in self.outputs]
+        rows = [[each.name or '(model)', each.kind, dtype_name(each.dtype), each.largest] for each in self.outputs]
+        bad = {row: 'bad' for row, each in enumerate(self.outputs) if not math.isfinite(each.largest)}
+        words = {True: 'finite', False: 'not finite', None: 'not tried'}
+        shown = [f'{words[each.finite]}{" in its forward pass" * each.forward_only}' for each in self.remedies]
+        tried = [[each.setting, text] for each, text in zip(self.remedies, shown)]
+        good = {row: 'good' for row, each in enumerate(self.remedies) if each.finite}
+        tables = [
+            Table('What was tried on this step', ['setting', 'step'], tried, marks=good),
+            Table('The forward pass', ['module', 'class', 'type', 'largest number'], rows, _OUTPUTS, bad),
+        ]
+        known = {'cause': self.cause, 'line': self.source, 'first gradient': self.first_gradient, 'level': self.level}
+        known['losses'] = ', '.join(f'{value:g} (scale {scale:g})' for value, scale in zip(self.values, self.scales))
+        known |= {key: some(values, 64) for key, values in {'parameters': self.parameters, **self.samples}.items()}
+        known |= {key: str(fact) for key, fact in facts.items()}
+        title = f'Skipped step {facts.get("iteration", "")}'.strip()
+        return Page(title, f'{self.text} {self.advice}'.strip(), known, tables, [], data)
 
-    def before_step(self, engine: Engine) -> None:
-        """Weights are still those of the step before, so that one can be run again now at the latest."""
-        self._resolve(engine, wait=True)
 
-    def after_step(self, engine: Engine, result: StepResult) -> None:
-        """The step was taken or skipped."""
-        if self._recorder is None:
-            return
-        record = self._recorder.next_step()
-        if result.skipped is not None or result.info is None:
-            self._take(engine, record, bool(result.skipped))
-        elif record.calls or record.losses:
-            if not result.info.is_cuda:
-                self._take(engine, record, bool(result.info[SKIP]))
-                return
-            self._pending = (record, LateRead(result.info[SKIP : SKIP + 1].clone()))
-            self._resolve(engine, wait=False)
+def diagnose(step: StepRecord, model: nn.Module, engine: Engine, attach: Attach) -> Diagnosis:
+    """Find out why a step was not finite, from what was recorded of it. Syncs, and takes some forward and backward passes.
 
-    def explain_streak(self, engine: Engine) -> str:
-        """Too many steps in a row were skipped: the cause, found now where it is not known yet."""
-        if not self._last and self._recorder is not None:
-            self._left = max(self._left, 1)
-            self._report(engine, self._recorder.step, may_fall=False)
-        return self._last
+    The model, its gradients, the optimizer and random states are left as they are.
 
-    # -- what became of them -----------------------------------------------------------------------------------------
+    Args:
+        step: What was recorded.
+        model: Of the engine, with the weights that it had in the step.
+        engine: Of the optimizer.
+        attach: Attaches a copy of the model.
+    """
+    # others were for no loss of this step
+    used = dataclasses.replace(step, calls=[call for call in step.calls if call.gradients] or step.calls)
+    examination = _Examination(Replayer(used, model, engine.policy, attach), model, engine)
+    found = examination.of_state() or examination.of_replay()
+    if isinstance(model, nn.ModuleList):
+        # several models that were initialised together, under the names that they have elsewhere
+        found.module = named_in_list(found.module)
+        found.parameters = [named_in_list(name) for name in found.parameters]
+    return complete(found, used, engine.policy)
 
-    def _resolve(self, engine: Engine, wait: bool) -> None:
-        if self._pending is None or not (wait or self._pending[1].is_there):
-            return
-        (record, read), self._pending = self._pending, None
-        self._take(engine, record, read.wait()[0] > 0)
 
-    def _take(self, engine: Engine, record: StepRecord, skipped: bool) -> None:
-        if skipped:
-            self._skips += 1
-            # the first ones of a row, and then ever fewer
-            # without a loss, nothing was recorded yet; without a call, torch.compile hides it
-            if record.losses and self._left > 0 and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
-                self._report(engine, record)
+def complete(found: Diagnosis, step: StepRecord, policy: Policy) -> Diagnosis:
+    """Add what every diagnosis tells of the step. Syncs."""
+    found.level = policy.describe()
+    found.scales = [1.0 if loss.scale is None else float(loss.scale) for loss in step.losses]
+    found.values = [float(loss.value.detach().float().sum()) for loss in step.losses]
+    if not found.losses and not found.cause.startswith('not_'):
+        found.losses = sorted({loss.loss_id for loss in step.losses})
+    for key, value in (each for call in step.calls for each in identifiers(call.given)):
+        found.samples.setdefault(key, []).append(value)
+    return found
+
+
+class _Examination:
+    """The questions that are asked of one step, in their order."""
+
+    def __init__(self, replayer: Replayer, model: nn.Module, engine: Engine) -> None:
+        self._replayer, self._model, self._engine = replayer, model, engine
+        self._step, self._type = replayer.step, engine.policy.half_type or torch.float32
+
+    # -- weights and state -------------------------------------------------------------------------------------------
+
+    def of_state(self) -> Diagnosis | None:
+        """Look at weights and optimizer state; None where they are finite, and in range."""
+        stepped = set(map(id, self._engine.weights()))
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad and id(p) in stepped}
+        bad = [name for name, weight in named.items() if is_bad(_fp32(weight))]
+        lost = [name for name, weight in named.items() if is_bad(local([weight.detach()])[0])]
+        if not bad and not lost:
+            return None
+        if bad:
+            why = 'other code wrote to them, gradients were changed after the check, or a step with a very large learning rate '
+            why = self._eps_is_zero() or f'{why}was taken, since steps like this one are skipped'
+            if state := self._bad_state():
+                why = f'the state of the optimizer is not finite ({some(state)})'
         else:
-            self._skips = self._falling = 0
-            self._last = ''
-            if self._live is not None:
-                self._live.take()
-        record.clear()
-
-    def _falls(self, engine: Engine, record: StepRecord) -> bool:
-        """Whether a dynamic loss scale was too large for the step, and falls: without it, the step is finite. Syncs."""
-        if (
-            not engine.scales.is_dynamic
-            or self._falling >= MOST_FALLS
-            or any(is_bad(loss.value) for loss in record.losses)
-        ):
-            return False
-        given = [each for call in record.calls for kept in call.gradients.values() for each in kept.values()]
-        # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale
-        has_nan = any(bool(gradient.isnan().any()) for gradient in given)
-        again = trials_of(record, self._model, engine.policy, self._attach, has_nan).without_scale()
-        return self._falling < 3 if again.refused else again.is_finite
-
-    def _report(self, engine: Engine, record: StepRecord, may_fall: bool = True) -> None:
-        self._left -= 1
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        several = several and torch.distributed.get_world_size() > 1
-        try:
-            with self._around():
-                if may_fall and self._falls(engine, record):
-                    self._left += 1
-                    self._skips -= 1
-                    self._falling += 1
-                    return
-                found = self._find(engine, record, several)
-            path = self._publish(found)
-        except Exception as error:
-            # whatever goes wrong here, the training goes on
-            logger.warning(f'amp: the skipped step could not be examined ({type(error).__name__}: {error})')
-            return
-        self._last = ' '.join(part for part in (found.text, found.advice, path and f'Report: {path}.') if part)
-        if engine.policy.verbosity >= 1:
-            name = f'{engine.label}: ' if engine.label else ''
-            logger.warning(f'amp: {name}why a step was skipped: {self._last}')
-
-    def _find(self, engine: Engine, record: StepRecord, several: bool) -> Diagnosis:
-        if self._live is not None:
-            return judge_watched(self._live.take(), record, engine, several)
-        found = diagnose(record, self._model, engine, self._attach, several)
-        if not record.calls and not record.unseen:
-            # it would be the same each time
-            self._left = 0
-        elif found.cause == 'not_reproduced' and self._recorder is not None:
-            self._recorder.watch_children()
-        elif found.cause == 'not_replayed':
-            self._live = LiveWatch(self._model)
-            found.notes.append(
-                'From now on its modules are watched while it trains: see the report of the next skipped step.'
-            )
-            self._left += 1
+            most = max(float(_fp32(named[name]).abs().max()) for name in lost)
+            end = torch.finfo(self._type).max
+            why = f'numbers up to {most:.3g} are too large for {dtype_name(self._type)}, which ends at {end:.5g}'
+        names = bad or lost
+        found = self._at('weight', f'Weights are not finite: {some(names)}: {why}.', names[0].rpartition('.')[0])
+        found.parameters = names
+        if not bad:
+            self._replayer = dataclasses.replace(self._replayer, judges_losses=False)
+            found.remedies = self._try(found.module)
         return found
 
-    def _drop_pending(self) -> None:
-        if self._pending is not None:
-            self._pending[0].clear()
-            self._pending = None
+    def _bad_state(self) -> list[str]:
+        """Name what of the optimizer's state is not finite: 'weight: exp_avg'."""
+        states: Any = {} if self._engine.optimizer is None else self._engine.optimizer.state
+        return [
+            f'{self._engine.name(cast(nn.Parameter, parameter))}: {key}'
+            for parameter, values in states.items()
+            for key, value in (values.items() if isinstance(values, dict) else ())
+            if isinstance(value, Tensor) and value.is_floating_point() and is_bad(local([value])[0])
+        ]
+
+    def _eps_is_zero(self) -> str:
+        """Say where 16-bit weights are stepped by themselves, and ``eps`` is zero in their type; or ''."""
+        optimizer, types = self._engine.optimizer, {weight.dtype for weight in self._engine.weights()}
+        eps = None if optimizer is None else optimizer.defaults.get('eps')
+        dtype = next((each for each in types if each in HALF_TYPES), None)
+        if (
+            self._engine.policy.master_weights
+            or not dtype
+            or not isinstance(eps, float)
+            or float(torch.tensor(eps, dtype=dtype))
+        ):
+            return ''
+        return (
+            f'the optimizer steps them in {dtype_name(dtype)}, where its eps={eps:g} is zero, and so is a small second moment: '
+            f'0 is divided by 0. A larger eps, such as 1e-4, mends that, or a level with FP32 masters'
+        )
+
+    # -- the step again ----------------------------------------------------------------------------------------------
+
+    def of_replay(self) -> Diagnosis:
+        """Run the step again, and say what it shows."""
+        step = self._step
+        if not step.calls:
+            what = 'no tensor with a gradient was found in what the model returns.'
+            what = what if step.unseen else 'torch.compile hides it. Train without it until the place is found.'
+            return Diagnosis('not_replayed', f'{_AGAIN} {what}')
+        if not all(call.is_unchanged for call in step.calls):
+            what = 'its inputs were written to, by the model itself or after its forward pass.'
+            return Diagnosis('not_replayed', f'{_AGAIN} {what}')
+        again = whole = self._replayer.run()
+        if any(whole.calls):
+            # what is wrong in one call goes on to the inputs of later ones, and to the gradients of earlier ones
+            places = [place for place, status in enumerate(whole.calls) if status == 'gradients'] or [0]
+            place = whole.calls.index('outputs') if 'outputs' in whole.calls else places[-1]
+            one = dataclasses.replace(step, calls=[step.calls[place]])
+            self._replayer = dataclasses.replace(self._replayer, step=one)
+            again = self._replayer.run(traced=True)
+        if again.refused:
+            return Diagnosis('not_replayed', f'{_AGAIN} {again.refused}')
+        is_loss_bad = any(is_bad(loss.value) for loss in step.losses)
+        # what came back to outputs that are losses are single finite numbers
+        is_output = step.gradients and all(each.numel() == 1 and not is_bad(each) for each in step.gradients)
+        if again.first is not None:
+            self._replayer = dataclasses.replace(self._replayer, judges_losses='outputs' not in again.calls)
+            found = self._of_place(again.first, FORWARD if 'outputs' in again.calls else BACKWARD)
+        elif 'loss' in again.calls or (is_loss_bad and not is_output):
+            found = self._of_loss()
+        elif again.bad_sums:
+            text = f'Gradients of several backward passes are finite in {dtype_name(self._type)}, and their sum is not'
+            found = self._at('gradient_range', f'{text}: {some(again.bad_sums)}.', again.bad_sums[0].rpartition('.')[0])
+            found.phase, found.parameters = BACKWARD, again.bad_sums
+            found.remedies = [Remedy('accumulate_in_fp32', 'accumulate_in_fp32=True', None)]
+            found.remedies += [*self._try(found.module), self._replayer.without_scale()]
+        else:
+            found = Diagnosis('not_reproduced', _NOT_REPRODUCED)
+        found.outputs, found.losses = again.outputs, sorted(whole.losses)
+        found.parameters = found.parameters or again.parameters
+        if (first := again.first_gradient) is not None:
+            found.first_gradient = f'{self._called(first.module)}: {first.node or first.op}'
+        return found
+
+    def _of_place(self, place: BadOp, phase: str) -> Diagnosis:
+        """Say what an op has done, and whether it does so in FP32."""
+        if place.origin == 'input':
+            text = f'What the model was given is not finite: {place.op} has {place.counts[0]:,} infinities or NaN'
+            return self._at('input', f'{text} among {place.counts[1]:,} elements.', '', place)
+        if place.origin == 'weight':
+            found = self._at('weight', f'{place.op} is not finite.', place.op.rpartition('.')[0], place)
+            found.parameters = [place.op]
+            return found
+        replayer = self._replayer
+        exact, scale = replayer.in_fp32(), replayer.without_scale() if phase == BACKWARD else None
+        kind = 'nan' if not exact.refused and not exact.is_finite else '16bit' if place.reason else 'range'
+        cause = f'{"forward" if phase == FORWARD else "gradient"}_{kind}'
+        if scale is not None and scale.finite and self._step.scale > 1:
+            cause = 'gradient_scale'
+        advice = _ADVICE[cause].format(type=dtype_name(place.dtype), scale=self._step.scale)
+        if phase == FORWARD and self._is_loss(place):
+            cause = 'loss'
+        found = self._at(cause, f'{self._begins(place)} {advice}', place.module, place)
+        if kind == 'nan' and cause != 'gradient_scale':
+            found.remedies = [Remedy('fp32', "opt_level='O0'", False)]
+        else:
+            tried = [] if cause == 'gradient_scale' else self._try(place.module, place)
+            found.remedies = [*tried, *([] if scale is None else [scale])]
+        return found
+
+    def _of_loss(self) -> Diagnosis:
+        bad = [loss for loss in self._step.losses if is_bad(loss.value)]
+        what = 'and the loss are finite, and the gradient of the loss, which is computed outside of the model, is not.'
+        if bad:
+            several = self._engine.policy.num_losses > 1
+            name = ', '.join(f'loss {loss.loss_id}' for loss in bad) if several else 'the loss'
+            value = f'{float(bad[0].value.float().sum())}{f" (of {bad[0].made_by})" if bad[0].made_by else ""}'
+            what = f'are finite, and {name}, which is computed outside of the model, is {value}.'
+        advice = 'Look at what turns outputs into the loss: a division, a logarithm, an empty target, 16-bit sums.'
+        found = Diagnosis('loss', f'The outputs of the model {what} {advice}', phase=FORWARD if bad else BACKWARD)
+        found.op = bad[0].made_by if bad else ''
+        return found
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def _at(self, cause: str, text: str, module: str, place: BadOp | None = None) -> Diagnosis:
+        words: dict[str, Any] = {} if place is None else {'phase': place.phase, 'op': place.op, 'source': place.source}
+        return Diagnosis(cause, text, module, self._class_of(module), **words)
+
+    def _begins(self, place: BadOp) -> str:
+        """Say where it begins, and with which numbers."""
+        name, what = dtype_name(place.dtype), 'NaN' if place.kind == NAN else 'infinite'
+        kind = f'NaN in {name}' if place.kind == NAN else f'{name} overflow'
+        if place.reason:
+            kind = f'{place.reason[0].upper()}{place.reason[1:]} in {name}'
+        phase = 'forward pass' if place.phase == FORWARD else f'backward pass ({place.node or "a sum of gradients"})'
+        came = '' if place.largest is None else f' from finite numbers up to {place.largest:.3g}'
+        line = f' The line is {place.source}.' if place.source else ''
+        counts = '{:,} of {:,} elements'.format(*place.counts)
+        return f'{kind} in the {phase} of {self._called(place.module)}: {place.op} made {counts} {what}{came}.{line}'
+
+    def _called(self, module: str) -> str:
+        shown = named_in_list(module) if isinstance(self._model, nn.ModuleList) else module
+        return f'{shown} ({self._class_of(module)})' if module else 'the model itself'
+
+    def _class_of(self, module: str) -> str:
+        return class_name(self._model.get_submodule(module)) if module in dict(self._model.named_modules()) else ''
+
+    def _is_loss(self, place: BadOp) -> bool:
+        parts = place.module.split('.')
+        around = [self._model.get_submodule('.'.join(parts[: end + 1])) for end in range(len(parts)) if place.module]
+        return any(word in place.op for word in _LOSS_OPS) or any(map(is_loss, around))
+
+    def _try(self, module: str, place: BadOp | None = None) -> list[Remedy]:
+        """Try what may make the step finite."""
+        functions = None if place is None else self._replayer.functions(place)
+        found = [self._replayer.keep(module), functions, self._replayer.in_bfloat16()] if self._step.calls else []
+        return [each for each in found if each is not None]
+
+
+def _fp32(weight: Tensor) -> Tensor:
+    # found by the parameter itself, which no view of it is
+    exact = fp32_values.fp32_value(weight) if weight.dtype in HALF_TYPES else weight
+    return local([exact.detach()])[0]
+
+
+def judge_watched(seen: Sequence[Maximum], step: StepRecord, engine: Engine) -> Diagnosis:
+    """Say why a step was not finite, from what was seen of its modules while it ran. Nothing is tried.
+
+    Args:
+        seen: Of :meth:`~amp_wrapper.diagnostics.watches.NonfiniteWatch.take`.
+        step: What was recorded.
+        engine: Of the optimizer.
+    """
+    # infinities that a script gives are masks
+    bad = [each for each in seen if math.isnan(each.largest) or (each.phase != 'input' and math.isinf(each.largest))]
+    place = min(bad, key=lambda each: each.phase == BACKWARD, default=None)
+    if place is None:
+        text = 'The outputs of all modules and their gradients are finite: gradients of parameters are not, or another rank'
+        return complete(Diagnosis('not_replayed', f'{text} has the cause.'), step, engine.policy)
+    if place.phase == 'input':
+        return complete(Diagnosis('input', 'What the model was given holds NaN.'), step, engine.policy)
+    before = [each for each in seen[: seen.index(place)] if (each.phase == BACKWARD) == (place.phase == BACKWARD)]
+    most = max((each for each in before if math.isfinite(each.largest)), key=lambda each: each.largest, default=None)
+    end = torch.finfo(engine.policy.half_type or torch.float32).max
+    what = 'output' if place.phase == FORWARD else 'gradient of an output'
+    where = f'{place.name or "the model itself"} ({place.kind})'
+    numbers = f'numbers up to {0.0 if most is None else most.largest:.3g}'
+    cause, text = 'not_replayed', f'The first {what} that is not finite is that of {where}, after {numbers}.'
+    if most is not None and most.phase == 'input' and most.largest > end:
+        text = f'What the model was given is too large: {numbers}, and the type of the level ends at {end:.5g}.'
+        cause = 'forward_range'
+    outputs = [each for each in seen if each.phase == FORWARD]
+    found = Diagnosis(cause, text, place.name, place.kind, place.phase, outputs=outputs)
+    return complete(found, step, engine.policy)

@@ -1,60 +1,35 @@
-"""Keeps what is needed to run the forward and backward passes of the present step again: references, not copies."""
+"""Records what is needed to run the passes of the present step again: references to arguments and gradients, not copies."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..casting.cast_module import Watcher
+from ..checkpoint import random_state
 from ..engine import Engine
 from ..policy.nested import map_tensors
+from .watches import outputs_of, tensors_of
 
-#: Forward calls of one step that are kept, the last ones.
-MOST_CALLS = 32
-#: Samples of a batch that are named at most.
-MOST_SAMPLES = 256
+#: Forward calls of one step that are kept, the last ones, and samples of a batch that are named.
+MOST_CALLS, MOST_SAMPLES = 32, 256
 #: What tells one sample from another, by the names that data sets give it.
 IDENTIFIERS = (
-    'img_path',
-    'img_id',
-    'image_id',
-    'image_ids',
-    'sample_idx',
-    'sample_id',
-    'filename',
-    'file_name',
-    'ori_filename',
-    'path',
-    'id',
-    'ids',
-    'idx',
-    'index',
-    'indices',
-    'video_id',
-    'frame_id',
-    'lidar_path',
-    'token',
+    'img_path img_id image_id image_ids sample_idx sample_id filename file_name ori_filename path id ids idx index indices '
+    'video_id frame_id lidar_path token'
 )
 
 
 @dataclasses.dataclass
 class LossRecord:
-    """One loss that was scaled.
-
-    Attributes:
-        loss_id: Which scale.
-        value: As it was handed over, without its graph.
-        scale: The loss scale, a copy; None for 1.
-        made_by: The function that computed it, as the graph calls it.
-    """
+    """One loss that was scaled: its value without its graph, a copy of its scale (None for 1), what computed it."""
 
     loss_id: int
     value: Tensor
@@ -68,57 +43,39 @@ class CallRecord:
 
     Attributes:
         name: Of the called module in the model; '' for the model itself.
-        args: As they came, before any cast.
-        kwargs: As they came.
+        given: Its ``args`` and ``kwargs`` as they came, before any cast.
         states: Of the random generators before the call.
         versions: Version counters of the tensors among the arguments.
-        gradients: For each backward pass: the index of the loss in the step, and the gradient of each floating tensor of the
-            outputs, scaled, by its place among them.
+        gradients: For each backward pass: the place of its loss in the step, and the scaled gradient of each floating tensor of
+            the outputs, by its place among them.
     """
 
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    states: RandomStates
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    states: dict[str, Any]
     versions: tuple[int, ...]
     gradients: dict[int, dict[int, Tensor]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_unchanged(self) -> bool:
         """Whether nobody has written to the arguments since."""
-        return versions_of((self.args, self.kwargs)) == self.versions
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copies of the arguments, which a replay may change. Tensors that had a graph become leaves with gradients."""
-        memo: dict[int, Any] = {}
-        for tensor in tensors_of((self.args, self.kwargs)):
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad and not tensor.is_leaf)
-        try:
-            args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
-        except Exception:
-            # objects that Python cannot copy are handed over as they are
-            args, kwargs = map_tensors(lambda tensor: memo[id(tensor)], (self.args, self.kwargs))
-        return args, kwargs
+        return _versions_of(self.given) == self.versions
 
 
-class RandomStates:
-    """The states of the random generators, as they give them out: taken at each call, so nothing is converted."""
+def copied_batch(value: Any, cuts: bool = False) -> Any:
+    """Copy what a model is given, with its tensors: models may write to it. What Python cannot copy is the same object.
 
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        # asking whether there is a GPU takes longer than all the rest
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state() if in_use else None
-
-    def restore(self) -> None:
-        """Set the generators."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
+    Args:
+        value: A batch, or arguments.
+        cuts: Whether tensors with a graph alone take gradients in the copy: leaves are weights.
+    """
+    memo: dict[int, Any] = {}
+    for each in tensors_of(value):
+        memo[id(each)] = each.detach().clone().requires_grad_(each.requires_grad and not (cuts and each.is_leaf))
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        return map_tensors(lambda tensor: memo.get(id(tensor), tensor), value)
 
 
 @dataclasses.dataclass
@@ -128,29 +85,33 @@ class StepRecord:
     Attributes:
         calls: In their order.
         losses: In the order of their backward passes.
-        dropped: Forward calls that are not kept, since there were too many.
         unseen: Forward calls without an output in which a tensor with a gradient was found.
     """
 
     calls: list[CallRecord] = dataclasses.field(default_factory=list)
     losses: list[LossRecord] = dataclasses.field(default_factory=list)
-    dropped: int = 0
     unseen: int = 0
+
+    @property
+    def scale(self) -> float:
+        """The largest loss scale. Syncs."""
+        return max((float(loss.scale) for loss in self.losses if loss.scale is not None), default=1.0)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """What came back from the losses to outputs of the model."""
+        return [each for call in self.calls for kept in call.gradients.values() for each in kept.values()]
 
     def clear(self) -> None:
         """Let go of all tensors. Hooks in the graph of a loss that somebody keeps still hold the calls."""
         for call in self.calls:
-            call.args, call.kwargs, call.gradients = (), {}, {}
+            call.given, call.gradients = ((), {}), {}
         self.calls.clear()
         self.losses.clear()
 
 
-class _Depth(threading.local):
-    depth = 0
-
-
 class Recorder:
-    """Records the calls of a model with gradients, until it is removed.
+    """Records the calls of models with gradients, until it is removed.
 
     Under ``torch.compile`` nothing is recorded of calls that are part of a graph.
 
@@ -161,192 +122,110 @@ class Recorder:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.step = StepRecord()
-        self._depth = _Depth()
-        self._watchers: list[Watcher] = []
+        self._depth = threading.local()
         self._models = {str(index) if len(models) > 1 else '': model for index, model in enumerate(models)}
-        self._has_children = False
-        for front, model in self._models.items():
-            self._watch(front, model)
+        self._watchers = [self._watch(*each) for each in self._models.items()]
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.enter(name, args, kwargs)
+    def _watch(self, name: str, module: nn.Module) -> Watcher:
+        return Watcher(partial(self._enter, name), self._leave).watch(module)
 
-        def leave(module: nn.Module, output: Any) -> None:
-            self.leave(output)
-
-        self._watchers.append(Watcher(enter, leave).watch(module))
-
-    def watch_children(self) -> bool:
-        """Record direct calls of the models' children, too, from now on. Whether that is new."""
-        is_new, self._has_children = not self._has_children, True
-        if is_new:
-            for front, model in self._models.items():
-                for name, module in _children(model, front):
-                    self._watch(name, module)
-        return is_new
+    def watch_children(self) -> None:
+        """Record direct calls of the models' children, too, from now on."""
+        if len(self._watchers) == len(self._models):
+            children = [child for front, model in self._models.items() for child in _children(model, front)]
+            self._watchers += [self._watch(*each) for each in children]
 
     def remove(self) -> None:
         """Watch no longer."""
         for watcher in self._watchers:
             watcher.remove()
-        self._watchers.clear()
-        self.step = StepRecord()
+        # they hold each other
+        self._watchers, self._models, self.step = [], {}, StepRecord()
 
     def next_step(self) -> StepRecord:
-        """What was recorded since the last step; a new one begins."""
+        """Return what was recorded since the last step; a new one begins."""
         done, self.step = self.step, StepRecord()
-        if done.losses and not done.calls and not done.unseen and self.watch_children():
+        if done.losses and not done.calls and not done.unseen and len(self._watchers) == len(self._models):
             # nobody has called a model as a whole; of the next step, more is known
+            self.watch_children()
             done.losses.clear()
         return done
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
-        """A loss is about to be scaled, for a backward pass."""
+        """Record a loss that is about to be scaled, for a backward pass."""
         scale = engine.scales.pinned(loss_id)
         made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
         self.step.losses.append(LossRecord(loss_id, loss.detach(), None if scale is None else scale.clone(), made_by))
 
-    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is called."""
-        self._depth.depth += 1
-        if self._depth.depth > 1 or not torch.is_grad_enabled():
-            return
-        step = self.step
-        if len(step.calls) == MOST_CALLS:
-            del step.calls[0]
-            step.dropped += 1
-        versions = versions_of((args, kwargs))
-        # models change the dicts and lists that they are given
-        args, kwargs = _same_tensors((args, kwargs))
-        step.calls.append(CallRecord(name, args, kwargs, RandomStates(), versions))
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth.value = getattr(self._depth, 'value', 0) + 1
+        if self._depth.value == 1 and torch.is_grad_enabled():
+            versions = _versions_of((args, kwargs))
+            # models change the dicts and lists that they are given
+            call = CallRecord(name, _same_tensors((args, kwargs)), random_state.capture(), versions)
+            self.step.calls[:] = [*self.step.calls[1 - MOST_CALLS :], call]
 
-    def leave(self, output: Any) -> None:
-        """The call ends."""
-        self._depth.depth -= 1
-        if self._depth.depth > 0 or not torch.is_grad_enabled() or not self.step.calls:
-            self._depth.depth = max(self._depth.depth, 0)
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        # an exception may have left others open
+        self._depth.value = max(getattr(self._depth, 'value', 0) - 1, 0)
+        if self._depth.value or not torch.is_grad_enabled() or not self.step.calls:
             return
-        call, step = self.step.calls[-1], self.step
-        outputs = outputs_of(output)
+        call, outputs = self.step.calls[-1], outputs_of(output)
         if not any(tensor.requires_grad for tensor in outputs):
             # such as a preprocessor: no gradient comes from it
-            step.calls.pop()
-            step.unseen += 1
+            self.step.calls.pop()
+            self.step.unseen += 1
         for place, tensor in enumerate(outputs):
             # hooks of leaves would stay
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(_Keep(step, call, place))  # type: ignore[no-untyped-call]
+                # it holds no engine, since scripts keep their losses
+                tensor.register_hook(partial(_keep, self.step, call, place))  # type: ignore[no-untyped-call]
 
 
-class _Keep:
-    """Tensor hook: keeps the gradient of an output. It holds no engine, since scripts keep their losses."""
-
-    def __init__(self, step: StepRecord, call: CallRecord, place: int) -> None:
-        self._step, self._call, self._place = step, call, place
-
-    def __call__(self, gradient: Tensor) -> None:
-        place = len(self._step.losses) - 1
-        if place < 0:
-            # of a loss of other optimizers alone
-            return
-        kept = self._call.gradients.setdefault(place, {})
-        before = kept.get(self._place)
-        kept[self._place] = gradient if before is None else before + gradient
+def _keep(step: StepRecord, call: CallRecord, place: int, gradient: Tensor) -> None:
+    """Keep the gradient of an output."""
+    number = len(step.losses) - 1
+    # without one it is of a loss of other optimizers
+    if number >= 0:
+        kept = call.gradients.setdefault(number, {})
+        kept[place] = gradient if place not in kept else kept[place] + gradient
 
 
 def _children(model: nn.Module, front: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a model, those in its lists and dicts of modules among them: what scripts call."""
-    seen = {id(model)}
-    waiting = list(model.named_children())
-    while waiting:
-        name, child = waiting.pop(0)
+    """Yield the children of a model, those in its lists and dicts of modules among them: what scripts call."""
+    for name, child in model.named_children():
+        path = f'{front}.{name}'.lstrip('.')
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            waiting += [(f'{name}.{key}', inner) for key, inner in child.named_children()]
-        elif id(child) not in seen and not isinstance(child, torch.jit.ScriptModule):
-            seen.add(id(child))
-            yield f'{front}.{name}' if front else name, child
+            yield from _children(child, path)
+        elif not isinstance(child, torch.jit.ScriptModule):
+            yield path, child
 
 
 def _same_tensors(value: Any) -> Any:
-    """New lists, tuples and dicts, with the same things in them."""
+    """Return new lists, tuples and dicts, with the same things in them."""
     if type(value) in (list, tuple):
         return type(value)(map(_same_tensors, value))
-    if type(value) is dict:
-        return {key: _same_tensors(item) for key, item in value.items()}
-    return value
+    return {key: _same_tensors(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors inside nested containers and in the fields of objects that tell them by ``all_items()`` (mmengine's)."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    # in the order of map_tensors, with which recorded gradients find their outputs again
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-    elif value is None or isinstance(value, (str, int, float)):
-        return
-    elif callable(getattr(value, 'all_items', None)):
-        for _, item in value.all_items():
-            _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found)
-
-
-def outputs_of(value: Any) -> list[Tensor]:
-    """The floating tensors in what a model returned, in their order."""
-    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
-
-
-def versions_of(value: Any) -> tuple[int, ...]:
-    """The version counters of tensors."""
+def _versions_of(value: Any) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors_of(value))
 
 
-def identifiers(value: Any) -> dict[str, list[str]]:
-    """What the samples of a batch are called: the entries of :data:`IDENTIFIERS` in dicts, and in ``metainfo`` of objects.
+def identifiers(value: Any, depth: int = 6) -> Iterator[tuple[str, str]]:
+    """Yield what the samples of a batch are called: entries of :data:`IDENTIFIERS` in dicts, and in ``metainfo`` of objects.
 
     Args:
         value: The arguments of a forward call, or a batch.
-
-    Returns:
-        Name of the entry to the values found, as text, in their order.
+        depth: How many containers deep to look.
     """
-    found: dict[str, list[str]] = {}
-
-    def look(value: Any, depth: int) -> None:
-        if depth > 6:
-            return
-        meta = getattr(value, 'metainfo', None)
-        if isinstance(meta, dict):
-            value = meta
-        if isinstance(value, dict):
-            for key, item in value.items():
-                if isinstance(key, str) and key in IDENTIFIERS:
-                    found.setdefault(key, []).extend(_texts(item))
-                else:
-                    look(item, depth + 1)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                look(item, depth + 1)
-
-    look(value, 0)
-    return found
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, Tensor):
-        value = [] if value.is_floating_point() or value.is_complex() else value.flatten()[:MOST_SAMPLES].tolist()
-    listed = value if isinstance(value, (list, tuple)) else [value]
-    return [str(item) for item in listed[:MOST_SAMPLES] if isinstance(item, (str, int))]
+    meta = getattr(value, 'metainfo', None)
+    parts = meta if isinstance(meta, dict) else value
+    for key, item in parts.items() if isinstance(parts, dict) else ():
+        if key in IDENTIFIERS.split():
+            listed = item.flatten()[:MOST_SAMPLES].tolist() if isinstance(item, Tensor) else item
+            listed = listed[:MOST_SAMPLES] if isinstance(listed, (list, tuple)) else [listed]
+            yield from ((key, str(each)) for each in listed if isinstance(each, (str, int)))
+    nested = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
+    for item in nested if depth else ():
+        yield from identifiers(item, depth - 1)

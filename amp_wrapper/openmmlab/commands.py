@@ -12,14 +12,14 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
-from ..diagnostics import precision_report
-from ..diagnostics.level_trial import Subject
-from ..diagnostics.output_files import OutputFiles
-from ..diagnostics.suggest_level import suggest
+from ..diagnostics.page import Page, check_writable, write_text
+from ..diagnostics.report import report_on
+from ..diagnostics.step import Task
+from ..diagnostics.suggest import suggest
 from ..engine.clipping import GradientClip
-from ..errors import AmpConfigError
+from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
-from .from_config import check_exists, from_config, read_config, seeded
+from .from_config import FromConfig, check_exists, from_config, read_config, seeded
 
 #: Wrappers that ``--amp`` and ``--opt-level`` may replace.
 _WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
@@ -180,22 +180,13 @@ def report(args: argparse.Namespace) -> None:
     Raises:
         AmpError: Config, options, checkpoint or data cannot be used; a file cannot be written.
     """
-    from rich.console import Console
-
-    files = OutputFiles(args.html, args.json)
+    _check_files(args)
     built = from_config(args.config, args.cfg_options, args.checkpoint)
     policy = resolve(args.opt_level or built.policy.opt_level, **built.policy.overrides)
     run = functools.partial(built.loss_fn, batch=built.batches(1)[0])
-    subject = Subject(built.model, run, True, built.make_optimizer, built.attach, surrounds=True)
-    with Console(stderr=True).status('a step at each level') as status, seeded(built.config):
-        found = precision_report.make(subject, policy, built.policy.overrides, args.config, status.update)
-    try:
-        # first: whoever reads the tables may go
-        written = files.write(found.html, found.data)
-    finally:
-        Console().print(found.table(args.depth))
-    for path in written:
-        print(f'Written: {path}')
+    with seeded(built.config):
+        found = report_on(_task_of(built), run, True, policy, built.policy.overrides, args.config)
+    _show(found, args, args.depth)
 
 
 def suggest_level(args: argparse.Namespace) -> int:
@@ -205,35 +196,52 @@ def suggest_level(args: argparse.Namespace) -> int:
         args: The options of ``amp-wrapper suggest-level``.
 
     Returns:
-        The exit status.
+        The exit status: 130 where it was interrupted.
 
     Raises:
         AmpError: Config, data or options cannot be used; a file cannot be written.
     """
-    files = OutputFiles(args.html, args.json)
+    _check_files(args)
     built = from_config(args.config, args.cfg_options, args.checkpoint, args.device)
     optimizer = built.make_optimizer(built.model)
     found = suggest(
-        built.model,
+        _task_of(built),
         built.loss_fn,
         built.batches(max(args.steps, 1)),
-        make_optimizer=built.make_optimizer,
-        levels=args.levels,
+        {name: value for name, value in built.policy.overrides.items() if name in _SHARED},
+        args.levels,
+        f'{type(optimizer).__name__} of the config, with a learning rate of {optimizer.defaults.get("lr")}',
         steps=args.steps,
         seed=args.seed,
         prefer=args.prefer,
-        max_trials=args.max_trials,
-        overrides={name: value for name, value in built.policy.overrides.items() if name in _SHARED},
-        attach=built.attach,
-        clip=GradientClip.parse(built.config.optim_wrapper.get('clip_grad')),
-        surrounds=True,
-        optimizer_name=f'{type(optimizer).__name__} of the config, with a learning rate of {optimizer.defaults.get("lr")}',
     )
-    try:
-        # first: whoever reads the table may go
-        written = files.write(found.html, found.data)
-    finally:
-        print(found)
-    for path in written:
-        print(f'Written: {path}')
+    _show(found, args)
     return 130 if found.data['interrupted'] else 0
+
+
+def _task_of(built: FromConfig) -> Task:
+    clip = GradientClip.parse(built.config.optim_wrapper.get('clip_grad'))
+    return Task(built.model, built.make_optimizer, built.attach, surrounds=True, clip=clip)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse ``--html`` and ``--json`` that cannot be written, before the work that fills them."""
+    for option in ('html', 'json'):
+        if (path := getattr(args, option)) is not None:
+            check_writable(path, f'--{option}')
+
+
+def _show(found: Page, args: argparse.Namespace, depth: int | None = None) -> None:
+    """Write the files that were asked for, and print what was found."""
+    try:
+        # first: whoever reads the text may go
+        for path, make in ((args.html, found.html), (args.json, found.json)):
+            if path is not None:
+                write_text(Path(path), make())
+    except OSError as error:
+        raise AmpUsageError(f'{path} cannot be written: {error.strerror or error}.') from error
+    finally:
+        print(found.text(depth))
+    for path in (args.html, args.json):
+        if path is not None:
+            print(f'Written: {path}')

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..casting import cast_module
 from ..casting.rule import Rule, rule_of
-from ..diagnostics.nonfinite import NonfiniteWatch
-from ..diagnostics.op_tensors import named_tensors
+from ..diagnostics.watches import NonfiniteWatch, named_tensors
 from ..engine import Engine, detach
 from ..errors import NonfiniteError
 from ..policy import OptLevel, resolve

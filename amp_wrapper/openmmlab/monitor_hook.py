@@ -1,4 +1,4 @@
-"""``AmpMonitorHook``: numbers of mixed precision in every log, and reports on steps that are skipped."""
+"""``AmpMonitorHook``: reports on steps that are skipped, and on request how large gradients are."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from torch import nn
 
-from ..diagnostics.measured_numbers import NUMBERS
-from ..diagnostics.overflow import MOST_REPORTS
 from ..diagnostics.sandbox import Attach
-from ..diagnostics.training_monitor import MonitorOptions, TrainingMonitor
+from ..diagnostics.watch import TrainingWatch, read_options
 from ..engine import Engine
 from ..registry import HOOKS
 from . import attaching
@@ -26,74 +24,65 @@ from .attaching import inner_model, wrappers_of
 
 @HOOKS.register_module()
 class AmpMonitorHook(Hook):
-    """Logs how well the types of a training fit, and finds the cause of skipped steps.
+    """Finds the cause of skipped steps, and on request measures how well gradients fit into float16.
 
     ``default_hooks=dict(amp_monitor=dict(type='amp_wrapper.AmpMonitorHook', interval=50))``; ``tools/train.py`` adds one
-    without an ``interval``. ``train/amp_scale`` and ``train/amp_skipped`` need no hook. With an interval the log, and so every
-    visualizer, gets the numbers of :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS` as well. They are computed on the
-    device and read with the log. O0 has none.
+    without an ``interval``. ``train/amp_scale`` and ``train/amp_skipped`` need no hook. With an interval the visualizer gets
+    the ``amp_grad`` numbers of :class:`~amp_wrapper.TrainingWatch` as well, at the iterations at which they were measured,
+    where the level computes in float16.
 
     Args:
         interval: Iterations from one measurement to the next: iterations 1, ``interval``, 2 * ``interval`` and so on are
-            measured, so that a row of the log at such an iteration has its numbers. While gradients are accumulated, the next
-            step that is taken is measured. None is that of ``ranges_interval``, or measures nothing.
-        ranges_interval: The same for measurements per layer, at iterations that are measured, each a line of
-            ``vis_data/amp_ranges.jsonl``; None for none.
-        diagnose_overflow: Whether skipped steps are examined, the first one on. For that, each step keeps references to its
-            inputs, which takes a tenth of a millisecond or so. That a dynamic loss scale falls is not reported.
-        max_reports: Reports of one training, in the folder ``amp_diagnosis`` of the work dir.
+            measured. While gradients are accumulated, the next step that is taken is measured. None measures nothing.
+        ranges_interval: The same for counts per layer, each a line of ``vis_data/amp_ranges.jsonl``; None for none.
+        diagnose_overflow: Whether skipped steps are examined, the first one on, with reports in the folder ``amp_diagnosis`` of
+            the work dir. For that, each step keeps references to its inputs, which takes some tenths of a millisecond. That a
+            dynamic loss scale falls is not reported.
 
     Raises:
         AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``.
     """
 
-    # before AmpRunnerHook brings the numbers to the log
-    priority = 'ABOVE_NORMAL'
-
     def __init__(
-        self,
-        interval: int | None = None,
-        ranges_interval: int | None = None,
-        diagnose_overflow: bool = True,
-        max_reports: int = MOST_REPORTS,
+        self, interval: int | None = None, ranges_interval: int | None = None, diagnose_overflow: bool = True
     ) -> None:
-        self._options = MonitorOptions.read(
-            interval=interval,
-            ranges_interval=ranges_interval,
-            diagnose_overflow=diagnose_overflow,
-            max_reports=max_reports,
-        )
-        self._watches: dict[str, TrainingMonitor] = {}
+        words = {'interval': interval, 'ranges_interval': ranges_interval, 'diagnose_overflow': diagnose_overflow}
+        self._options = read_options(**words)
+        self._watches: list[TrainingWatch] = []
 
     def before_train(self, runner: Any) -> None:
         """Begin to watch."""
         # of a training that an exception has ended
         self.after_train(runner)
         wrappers = wrappers_of(runner)
+        engines = {name: wrapper._engine for name, wrapper in wrappers.items()}
         for name, wrapper in wrappers.items():
-            if not wrapper.policy.enabled:
-                continue
-            names = {f'{wrapper.log_prefix}{number}': at for at, number in enumerate(NUMBERS)}
-            take = partial(wrapper.device_log.update, names=names)
-            watch = TrainingMonitor(self._options, Path(runner.log_dir, 'vis_data'), Path(runner.work_dir), name, take)
-            attach = attach_members({key: each._engine for key, each in wrappers.items()}, name)
-            watch.watch(wrapper._engine, [inner_model(runner.model)], attach, _own_message_hub)
-            self._watches[name] = watch
+            if wrapper.policy.enabled:
+                logs = {'the visualizer': partial(_show, runner, wrapper.log_prefix.removeprefix('train/'))}
+                words: Any = dict(folder=Path(runner.log_dir, 'vis_data'), reports=Path(runner.work_dir), name=name)
+                attach = attach_members(engines, name)
+                model = [inner_model(runner.model)]
+                watch = TrainingWatch(
+                    engines[name], model, attach, self._options, logs, around=_own_message_hub, **words
+                )
+                self._watches.append(watch)
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Say which iteration comes, so that a resumed run measures the same ones."""
-        for watch in self._watches.values():
+        for watch in self._watches:
             watch.begin(runner.iter + 1, epoch=runner.epoch + 1)
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Write what has reached the host."""
-        for watch in self._watches.values():
-            watch.hand_on()
-
     def after_train(self, runner: Any) -> None:
-        """Take the hooks off the model."""
+        """Watch no longer."""
         while self._watches:
-            self._watches.popitem()[1].close()
+            self._watches.pop().close()
+
+
+def _show(runner: Any, prefix: str, iteration: int, numbers: Mapping[str, float]) -> None:
+    """Give the visualizer what was measured. The line of the log, and the names it has already, stay as they are."""
+    found = {f'{prefix}{name}': number for name, number in numbers.items() if name.startswith('amp_grad')}
+    if found:
+        runner.visualizer.add_scalars({**found, 'iter': iteration}, step=iteration)
 
 
 @contextmanager

@@ -147,6 +147,12 @@ class Policy:
         """Whether anything in the forward pass is 16-bit: the weights, or what autocast casts."""
         return self.casts_model or (self.enabled and self.autocast_dtype is not None)
 
+    @property
+    def half_type(self) -> torch.dtype | None:
+        """The 16-bit type that the forward pass computes in; None without one."""
+        dtype = self.cast_model_type if self.casts_model else self.autocast_dtype
+        return dtype if self.enabled and dtype in HALF_TYPES else None
+
     def to_dict(self) -> dict[str, Any]:
         """Give every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}

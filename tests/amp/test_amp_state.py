@@ -104,9 +104,7 @@ def test_restored_at_any_level_beside_the_training_that_was_saved(level: str) ->
         assert same([state['model'], state['amp']], [before['model'], before['amp']]), to
         if level == to:
             assert same(outputs, [step(model, optimizer, index) for index in (3, 4)])
-            held = [
-                [*net.parameters(), *amp.master_params(each)] for net, each in ((model, optimizer), (restored, other))
-            ]
+            held = [[*m.parameters(), *amp.master_params(o)] for m, o in ((model, optimizer), (restored, other))]
             assert same(*held) and differences(saved(model, optimizer), saved(restored, other)) == []
 
 

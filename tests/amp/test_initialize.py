@@ -235,9 +235,7 @@ def test_calls_before_initialize_say_so() -> None:
             call()  # type: ignore[operator]
 
 
-def test_disabled_trains_prints_and_saves_as_without_the_package(
-    capsys: pytest.CaptureFixture[str], log: list[str]
-) -> None:
+def test_disabled_trains_prints_and_saves_as_without_it(capsys: pytest.CaptureFixture[str], log: list[str]) -> None:
     gc.collect()
     net = Part()
     optimizer = sgd([net])

@@ -186,9 +186,7 @@ BLOCKS: dict[Callable[[Part, Optimizer, Tensor], None], int] = {
 
 
 @pytest.mark.parametrize('block', BLOCKS, ids=lambda block: block.__name__)
-def test_block_gives_the_gradients_of_plain_passes(
-    block: Callable[[Part, Optimizer, Tensor], None], log: list[str]
-) -> None:
+def test_block_has_gradients_of_plain_passes(block: Callable[[Part, Optimizer, Tensor], None], log: list[str]) -> None:
     for level in EXACT_LEVELS:
         ours, theirs = start(level, '8', verbosity=1), start(None)
         log.clear()

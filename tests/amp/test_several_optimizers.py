@@ -10,18 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_scripts import (
-    CLEARS,
-    KINDS,
-    backward,
-    clear,
-    gradients,
-    initialise,
-    scales,
-    sgd,
-    state,
-    unlike_fp32,
-)
+from exact_scripts import CLEARS, KINDS, backward, clear, gradients, initialise, scales, sgd, state, unlike_fp32
 from pairs import pairs
 from play import EXACT_LEVELS, Part, data
 from torch import nn
@@ -163,9 +152,7 @@ def test_rows_of_sparse_embeddings_are_summed_and_an_infinity_in_one_is_found(ho
             for each in range(2):
                 x = data(index) * (torch.inf if at is not None and index == 1 and each == 0 else 1)
                 backward((rows(torch.tensor([each, 2, 2, index])).float() * x).sum(), optimizer, each, level=at)
-            assert all(
-                p.grad is not None and p.grad.is_sparse for group in optimizer.param_groups for p in group['params']
-            )
+            assert all(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g['params'])
             if at is not None or index != 1:
                 optimizer.step()
         assert at is None or scales(optimizer, 2) == [2.0, 16.0]

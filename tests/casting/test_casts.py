@@ -382,6 +382,7 @@ def test_first_nonfinite_module_is_named() -> None:
         assert watch.first() == '1.1 (Linear)' and watch.first() is None
         model(torch.full((1, 4), torch.nan))
         assert watch.first() == "the model's input"
+    assert type(model[0]) is nn.Linear
 
 
 def test_hook_names_the_first_nonfinite_module(log: list[str]) -> None:

@@ -135,9 +135,7 @@ def test_one_warning_for_a_model(name: str, door: str, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize('words', [{}, {'allow_banned': True}])
-def test_bce_under_the_oldest_handle(
-    words: dict[str, bool], request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bce_under_the_oldest_handle(words: dict[str, bool], request: pytest.FixtureRequest, caplog: Any) -> None:
     x, target = torch.rand(2, 4, dtype=torch.float16), torch.rand(2, 4)
     prepared(Inside(torch.sin), 'O4', verbosity=1)
     request.addfinalizer(amp.init(**words)._deactivate)

@@ -76,9 +76,7 @@ class Adapted(nn.Module):
 
 
 @pairs(level=[level for level in LEVELS if level != 'O0'], door=DOORS, dtype=(F16, BF16), owns=('all', 'trained'))
-def test_frozen_16_bit_parts_stay_as_they_are(
-    level: str, door: str, dtype: torch.dtype, owns: str, log: list[str]
-) -> None:
+def test_frozen_16_bit_parts_are_kept(level: str, door: str, dtype: torch.dtype, owns: str, log: list[str]) -> None:
     """No permission, no warning, no master; in training, files and a resume."""
 
     def make(parameters: Any) -> AdamW:

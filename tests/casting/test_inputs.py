@@ -140,9 +140,7 @@ def test_containers_of_the_caller_have_what_a_forward_writes(level: str, door: s
 
 
 #: Plain torch 2.6 compares no dicts by identity in a graph.
-BREAKS = pytest.mark.xfail(
-    torch.__version__.startswith('2.6.'), raises=torch._dynamo.exc.Unsupported, reason='torch 2.6'
-)
+BREAKS = pytest.mark.xfail(torch.__version__.startswith('2.6.'), raises=torch._dynamo.exc.Unsupported, reason='2.6')
 
 
 @pytest.mark.parametrize(('level', 'whole'), [('O4', True), pytest.param('O5', True, marks=BREAKS), ('O5', False)])
@@ -371,9 +369,7 @@ def test_masks_are_clamped_to_the_range(level: str, door: str) -> None:
 
 
 @pairs(level=CAST, compiled=[False, True], verbosity=[0, 1], table=[False, True])
-def test_masks_that_come_late_or_from_a_table_are_clamped(
-    level: str, compiled: bool, verbosity: int, table: bool
-) -> None:
+def test_late_masks_and_those_from_a_table_are_clamped(level: str, compiled: bool, verbosity: int, table: bool) -> None:
     def add(self: Any, x: Tensor, mask: Tensor) -> Tensor:
         return x * self.weight + (self.table() if table else mask)
 

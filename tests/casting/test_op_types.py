@@ -64,9 +64,7 @@ def first(name: str, x: Tensor) -> Tensor:
 
 def forms(name: str, arguments: Arguments) -> Iterator[tuple[str, Call]]:
     """The ways to call an op."""
-    function, method, in_place = (
-        getattr(*place, None) for place in ((torch, name), (Tensor, name), (Tensor, f'{name}_'))
-    )
+    function, method, in_place = (getattr(*at, None) for at in ((torch, name), (Tensor, name), (Tensor, f'{name}_')))
 
     def write(x: Tensor, y: Tensor) -> Tensor:
         written = first(name, x).clone()

@@ -156,9 +156,7 @@ def trained(
 
 
 @functools.cache
-def once(
-    level: str, backward: Callable[[Tensor], None] = Tensor.backward, door: str = 'amp'
-) -> tuple[Any, list[Tensor]]:
+def once(level: str, backward: Any = Tensor.backward, door: str = 'amp') -> tuple[Any, list[Tensor]]:
     """Without checkpointing."""
     return trained(plain, level, backward, door)
 

@@ -61,9 +61,7 @@ def number_in(path: Path) -> int:
     return number
 
 
-def test_old_file_stays_until_the_new_one_is_on_the_disk(
-    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_file_stays_until_the_next_is_safe(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(runner, tmp_path, 1)
     seen: list[Any] = []
     replace, fsync = os.replace, os.fsync

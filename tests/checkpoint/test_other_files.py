@@ -240,9 +240,7 @@ def test_mmengine_alone_goes_on_from_our_files(own_runs: dict[str, Any], tmp_pat
         check_stock_run(name, read(Path(case['file'])), **results[name])
     for name, (_, memory) in zip(cases, own_runs.values()):
         start = results[name]['start']
-        trained = [
-            value for key, value in start['weights'].items() if 'running' not in key and 'num_batches' not in key
-        ]
+        trained = [v for key, v in start['weights'].items() if 'running' not in key and 'num_batches' not in key]
         # at O3 weights and state are 16-bit, which FP32 holds
         assert differences(trained, [master.float() for master in memory['masters']]) == [], name
         for index, entry in memory['state'].items():

@@ -185,9 +185,7 @@ class OwnAmp(AmpOptimWrapper):
 
 @pytest.mark.parametrize('option', [['--opt-level', 'O2'], ['--amp']])
 @pytest.mark.parametrize('kind', ['GradNoise', 'OwnAmp'])
-def test_wrapper_of_the_user_is_not_replaced(
-    kind: str, option: list[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrapper_of_a_user_stays(kind: str, option: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = error(capsys, 'train', config(here, kind), *option)
     assert option[0] in said and kind in said and not (here / 'work').exists()
 
@@ -264,9 +262,7 @@ def test_processes_on_a_cpu_train_and_test(here: Path) -> None:
     ('kind', 'given', 'added'),
     [('Runner', 'ExactResumeHook', 'AmpMonitorHook'), ('FlexibleRunner', 'AmpMonitorHook', 'ExactResumeHook')],
 )
-def test_runner_and_hooks_are_those_of_the_config(
-    kind: str, given: str, added: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runner_and_hooks_are_of_the_config(kind: str, given: str, added: str, here: Path, monkeypatch: Any) -> None:
     """A hook that is there is not added a second time."""
     trained: list[Any] = []
     monkeypatch.setattr(RUNNERS.get(kind), 'train', lambda runner: trained.append(runner))
@@ -308,7 +304,7 @@ def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('report config.py --cfg-options train_dataloader.dataset.length=a', 'data cannot be read'),
         ('suggest-level config.py --steps 2', 'steps=2'),
         ('suggest-level config.py --device nothing', '--device nothing'),
-        ('suggest-level config.py --html .', 'is a folder'),
+        ('suggest-level config.py --html .', 'it is a folder'),
         ('plot nothing', "no log 'nothing'"),
     ):
         assert text in error(capsys, *line.split()), line
@@ -335,9 +331,7 @@ def test_wrong_words_end_with_status_2(line: str, capsys: pytest.CaptureFixture[
     error(capsys, *line.split(), status=2)
 
 
-def test_interrupts_defects_and_what_is_not_installed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupts_defects_and_what_is_not_installed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (here / 'interrupted.py').write_text('raise KeyboardInterrupt\n')
     assert main(['train', 'interrupted.py']) == 130 and capsys.readouterr().err == ''
     (here / 'imports.py').write_text("custom_imports = dict(imports=['nobody_has_this'])\n")

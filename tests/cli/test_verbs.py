@@ -21,7 +21,7 @@ assert toy.ToyModel
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv('COLUMNS', '80')
+    monkeypatch.setenv('COLUMNS', '140')
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'toy_o2.py').write_text(CONFIG)
     return 'toy_o2.py'
@@ -31,7 +31,7 @@ def test_report(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(['report', config, '--opt-level', 'O5', '--html', 'new/a.html', '--json', 'a.json']) == 0
     shown = capsys.readouterr().out
     assert shown.startswith('Precision of toy_o2.py at O5') and 'Conv2d' in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(len, shown.splitlines())) <= 140
     data = json.loads(Path('a.json').read_text())
     assert (data['level'], data['optimizer']) == ('O5', 'Adam')
     assert '<title>Precision of toy_o2.py at O5</title>' in Path('new/a.html').read_text()
@@ -39,21 +39,17 @@ def test_report(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sorted(path.name for path in tmp_path.iterdir()) == ['a.json', 'new', 'toy_o2.py']
     assert main(['report', config, '--depth', '0', '--cfg-options', 'optim_wrapper.keep_fp32=[fc]']) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith('Precision of toy_o2.py at O2') and 'conv Conv2d' not in shown
+    assert shown.startswith('Precision of toy_o2.py at O2') and 'Conv2d' not in shown
 
 
 def test_suggest_level(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ['--levels', 'O2,O5', '--steps', '4', '--prefer', 'memory', '--html', 'a.html', '--json', 'a.json']
+    words = ['--levels', 'O1,O4,O5', '--steps', '4', '--prefer', 'memory', '--html', 'a.html', '--json', 'a.json']
     assert main(['suggest-level', config, *words, '--cfg-options', 'optim_wrapper.keep_fp32=[fc]']) == 0
     shown = capsys.readouterr().out
     found = json.loads(Path('a.json').read_text())
-    assert [each['level'] for each in found['levels']] == ['O0', 'O2', 'O5'] and found['overrides'] == {
-        'keep_fp32': ['fc']
-    }
-    o5 = found['levels'][2]
-    assert o5['loss']['values'] == pytest.approx(found['levels'][0]['loss']['values'], rel=0.02)
-    assert len(set(o5['loss']['values'])) == 4
-    # preprocessors are not cast
-    assert {each['name']: each['outputs'] for each in o5['modules']}['data_preprocessor'] == 0.0
+    assert [each['level'] for each in found['levels']] == ['O0', 'O1', 'O4', 'O5']
+    assert found['overrides'] == {'keep_fp32': ['fc']}
+    for each in found['levels']:
+        assert each['losses'] == pytest.approx(found['levels'][0]['losses'], rel=0.05) and len(set(each['losses'])) == 4
     assert f"opt_level='{found['level']}'" in shown and "keep_fp32=['fc']" in shown
     assert f'Recommended level: {found["level"]}' in Path('a.html').read_text()

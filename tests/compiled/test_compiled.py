@@ -224,9 +224,7 @@ def test_resumed_training_equals_uninterrupted(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(('level', 'whole'), [('O4', False), ('O5', True)])
-def test_graphs_from_before_the_casts_are_not_used(
-    level: str, whole: bool, device: torch.device, counters: Any
-) -> None:
+def test_graphs_from_before_casts_are_not_used(level: str, whole: bool, device: torch.device, counters: Any) -> None:
     """Although torch does not look at hooks, and whoever has cleared the counters of torch in between."""
     model, x = nn.Linear(4, 4).to(device), torch.randn(2, 4, device=device)
     call = TRACED(model if whole else lambda x: model(x))

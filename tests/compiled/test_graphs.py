@@ -130,10 +130,7 @@ class Body(nn.Module):
         return found, types_of(found)
 
 
-@pytest.mark.parametrize(
-    ('level', 'whole', 'around'),
-    [('O1', False, True), ('O4', False, False), ('O5', True, True)],
-)
+@pytest.mark.parametrize(('level', 'whole', 'around'), [('O1', False, True), ('O4', False, False), ('O5', True, True)])
 @torch.no_grad()
 def test_types_in_a_graph(level: str, whole: bool, around: bool, device: torch.device) -> None:
     """Of ops, registered and decorated functions: those of eager code, in one graph; also within a block of autocast."""

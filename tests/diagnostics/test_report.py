@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpConfigError, AmpUsageError, FusedAdam, PrecisionReport, amp
+from amp_wrapper import AmpAttachError, AmpConfigError, AmpUsageError, FusedAdam, PrecisionReport, amp
+from amp_wrapper import __version__ as version
 
 
 def by_name(report: PrecisionReport) -> dict[str, dict[str, Any]]:
@@ -58,23 +59,24 @@ def known(level: str, **options: Any) -> PrecisionReport:
 # -- what runs in which type -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ('level', 'half'), [('O1', 'float16'), ('O2', 'float16'), ('O4', 'bfloat16'), ('O5', 'bfloat16')]
-)
-def test_what_runs_in_fp32_and_why(level: str, half: str) -> None:
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O4', 'O5'])
+def test_what_runs_in_fp32_and_why(level: str) -> None:
+    half = 'float16' if level in ('O1', 'O2') else 'bfloat16'
     is_cast = level in ('O2', 'O5')
     found = by_name(known(level, fp32_ops=['torch.Tensor.relu'], keep_fp32=['norm'] if is_cast else None))
     softmax = [] if is_cast else [('_softmax', 'autocast')]
     # .float() by the model itself
-    by_itself = [('relu', 'fp32_ops'), ('linalg_inv_ex', 'registry'), *softmax, ('mul', 'FP32 input')]
+    by_itself = [('relu', 'fp32_ops'), ('linalg_inv_ex', 'registry'), *softmax, ('mul', '')]
     assert in_fp32(found['']) == by_itself
-    assert in_fp32(found['bn']) == [('native_batch_norm', 'batchnorm' if is_cast else 'FP32 weights')]
+    assert in_fp32(found['bn']) == [('native_batch_norm', 'batchnorm' if is_cast else '')]
     assert in_fp32(found['norm']) == [('native_layer_norm', 'keep_fp32' if is_cast else 'autocast')]
     assert {rule for _, rule in in_fp32(found['loss'])} == {'loss'}
     assert in_fp32(found['conv']) == in_fp32(found['head']) == []
     assert found['conv']['ops'] == {half: {'convolution': 1}}
     assert found['parts.0']['ops'] == {half: {'addmm': 2}}
     assert found['']['ops'][half]['mm'] == 1
+    kept = {'rule': 'keep_fp32', 'name': 'norm', 'reason': "named by keep_fp32='norm'"}
+    assert found['norm']['kept'] == (kept if is_cast else None)
 
 
 def test_fp32_has_no_rules_and_a_loss_outside_of_the_model_a_row() -> None:
@@ -82,25 +84,22 @@ def test_fp32_has_no_rules_and_a_loss_outside_of_the_model_a_row() -> None:
     assert [op for module in report.data['modules'] for op in module['fp32_ops']] == []
     assert by_name(report)['conv']['ops'] == {'float32': {'convolution': 1}}
     loss_fn = lambda model, x: F.mse_loss(model(x), torch.ones(2, 3))  # noqa: E731
-    outside = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O2', loss_fn).data['modules'][-1]
-    assert outside['state'] == 'outside' and [op for op, _ in in_fp32(outside)] == ['mse_loss']
+    outside = by_name(amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O2', loss_fn))['(outside the model)']
+    assert in_fp32(outside) == [('mse_loss', 'registry')]
 
 
 def test_types_of_weights_outputs_and_gradients_and_counts_of_calls() -> None:
     found = by_name(known('O2', keep_fp32=['head']))
-    assert found['conv']['weights'] == {'types': {'float16': 40}, 'elements': 40, 'bytes': 80, 'masters': 'float32'}
-    assert found['bn']['weights'] == {'types': {'float32': 8}, 'elements': 8, 'bytes': 32, 'masters': None}
-    assert found['']['weights'] is None and found['head']['weights']['types'] == {'float32': 20}
+    assert found['conv']['weights'] == {'float16': 40}
+    assert found['bn']['weights'] == {'float32': 8}
+    assert found['']['weights'] == {} and found['head']['weights'] == {'float32': 20}
     # kept in FP32, and the 16-bit type goes on outside of it
-    assert found['head']['outputs'] == {'computed': ['float32'], 'given': ['float16']}
-    assert [found[name]['gradients'] for name in ('conv', 'head')] == [['float16'], ['float32']]
+    assert found['head']['outputs'] == ['float16'] and found['head']['ops'] == {'float32': {'addmm': 1}}
     # both calls of a module count
     assert found['parts.0']['ranges']['outputs']['elements'] == 16
-    once = dict.fromkeys(('', 'conv', 'bn', 'norm', 'head', 'loss'), ('called', 1))
-    calls = {name: (module['state'], module['calls']) for name, module in found.items()}
-    assert calls == {**once, 'unused': ('not called', 0), 'parts': ('container', 0), 'parts.0': ('called', 2)}
+    once = dict.fromkeys(('', 'conv', 'bn', 'norm', 'head', 'loss'), 1)
+    assert {name: module['calls'] for name, module in found.items()} == {**once, 'unused': 0, 'parts': 0, 'parts.0': 2}
     split = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O5', make_optimizer=FUSED, master_weights='split')
-    assert split.data['modules'][0]['weights']['masters'] == 'split'
     assert split.data['memory']['O5']['masters'] == 15 * 2
 
 
@@ -114,7 +113,11 @@ def test_checkpointed_segments_count_once_and_keep_less(reentrant: bool) -> None
     models = [Segments(*parts), nn.Sequential(*parts)]
     reports = [amp.report(model, torch.randn(2, 4), 'O2', lambda model, x: model(x).sum()) for model in models]
     found = by_name(reports[0])['1.0']
-    assert (found['calls'], found['ops'], found['gradients']) == (1, {'float16': {'addmm': 1}}, ['float16'])
+    assert (found['calls'], found['ops'], found['ranges']['gradients']['elements']) == (
+        1,
+        {'float16': {'addmm': 1}},
+        8 + 20,
+    )
     kept = [report.data['memory']['O2']['activations'] for report in reports]
     # 2 x 4 results of the hyperbolic tangent, in 2 bytes each
     assert kept[0] <= kept[1] - 16
@@ -128,8 +131,7 @@ def test_examples_and_outputs_in_containers() -> None:
     for example in ((torch.ones(2, 4),), dict(x=torch.ones(2, 4)), torch.ones(2, 4)):
         with torch.inference_mode():
             found = by_name(amp.report(Model(4, 3), example, 'O2'))['']
-        assert found['inputs'] == {'given': ['float32'], 'computed': ['float16']}
-        assert found['outputs'] == {'computed': ['float16'], 'given': ['float32']}
+        assert found['ops'] == {'float16': {'addmm': 1}} and found['outputs'] == ['float32']
 
 
 # -- what 16-bit types lose ------------------------------------------------------------------------------------------
@@ -143,51 +145,47 @@ def linear(*rows: list[float]) -> nn.Linear:
     return layer
 
 
-def lost(ranges: dict[str, Any], dtype: str = 'float16') -> list[float]:
-    return [ranges[dtype][share] for share in ('overflow', 'underflow', 'subnormal')]
+def lost(ranges: dict[str, Any]) -> list[float]:
+    return [ranges['infinite'] / ranges['elements'], ranges['zero'] / ranges['elements']]
 
 
-def test_shares_of_weights_and_outputs_that_16_bit_types_lose() -> None:
-    # too large for float16; zero in it; subnormal; three that it holds, and zero
-    layer = linear([1e5, 1e-9, 3 * 2.0**-24, 1 + 2.0**-12], [1.0, 0.0, -2.0, 0.5])
-    found = amp.report(layer, torch.ones(1, 4), 'O5').data['modules'][0]['ranges']['weights']
-    assert [found[name] for name in ('elements', 'zeros', 'nonfinite', 'largest')] == [8, 1, 0, 1e5]
-    assert lost(found) == [1 / 8, 1 / 8, 1 / 8]
-    assert lost(found, 'bfloat16') == [0, 0, 0]
+def test_shares_of_weights_and_outputs_that_float16_loses() -> None:
+    # too large for float16; zero in it, also by a tie; what rounds up to the smallest number; three that it holds, and zero
+    layer = linear([1e5, 1e-9, 2.0**-25, 2.0**-25 * 1.25], [1.0, 0.0, -2.0, 0.5])
+    report = amp.report(layer, torch.ones(1, 4), 'O5')
+    found = report.data['modules'][0]['ranges']['weights']
+    # an error of the level, as in a training
+    assert 'range' in report.data['memory']['O2']['error']
+    with pytest.raises(AmpAttachError, match='range'):
+        amp.report(layer, torch.ones(1, 4), 'O2')
+    assert (found['elements'], found['largest'], lost(found)) == (8, 1e5, [1 / 8, 2 / 8])
     model = nn.Sequential(linear([1.0], [4.0]), nn.Identity())
-    found = by_name(amp.report(model, torch.tensor([[30000.0]]), 'O2'))['0']['ranges']
-    assert (found['inputs']['largest'], found['outputs']['largest']) == (30000.0, 120000.0)
-    assert lost(found['outputs'])[0] == 1 / 2
-    # 120,000 is infinite at the level
-    assert found['outputs']['at_level'] == {'largest': 30000.0, 'nonfinite': 1, 'zeros': 0}
+    report = amp.report(model, torch.tensor([[30000.0]]), 'O2')
+    found = by_name(report)['0']['ranges']['outputs']
+    assert found['largest'] == 120000.0 and lost(found) == [1 / 2, 0]
+    assert 'float16 has no room for outputs of (model), 0, 1.' in report.lead
 
 
 @pytest.mark.parametrize(
-    ('batch', 'factor', 'options', 'overflow', 'underflow', 'best'),
+    ('batch', 'factor', 'options', 'overflow', 'underflow'),
     [
         # gradients 2 ** -28 and 2 ** -30 of weights, and 2 ** -30 of the output: zero without a scale
-        ([4.0, 1.0], 2.0**-30, {}, 0, 0, 2.0 ** (13 + 28)),
+        ([4.0, 1.0], 2.0**-30, {}, 0, 0),
         # 4 * 2 ** 15 is too large, 1 * 2 ** 15 and 0.25 * 2 ** 15 are not
-        ([4.0, 0.25], 1.0, {'loss_scale': 2.0**15}, 1 / 3, 0, 2.0**11),
+        ([4.0, 0.25], 1.0, {'loss_scale': 2.0**15}, 1 / 3, 0),
         # a static scale is taken as it is: 100 * 1000 overflows, 65 * 1000 does not
-        ([100.0, 65.0], 1.0, {'loss_scale': 1000.0}, 1 / 3, 0, 2.0**7),
-        ([100.0, 65.0], 1.0, {'loss_scale': 3.0}, 0, 0, 2.0**7),
+        ([100.0, 65.0], 1.0, {'loss_scale': 1000.0}, 1 / 3, 0),
+        ([100.0, 65.0], 1.0, {'loss_scale': 3.0}, 0, 0),
         # 2 ** -25 is a tie, which goes to zero, and what is above it does not
-        ([2.0**13, 2.0**-25, 2.0**-25 * 1.25], 1.0, {'loss_scale': 1.0}, 0, 1 / 4, 1.0),
+        ([2.0**13, 2.0**-25, 2.0**-25 * 1.25], 1.0, {'loss_scale': 1.0}, 0, 1 / 4),
     ],
 )
 def test_gradients_that_are_lost_at_a_loss_scale(
-    batch: list[float], factor: float, options: dict[str, Any], overflow: float, underflow: float, best: float
+    batch: list[float], factor: float, options: dict[str, Any], overflow: float, underflow: float
 ) -> None:
     layer = linear([1.0] * len(batch))
     report = amp.report(layer, torch.tensor([batch]), 'O2', lambda model, x: (model(x) * factor).sum(), **options)
-    found = report.data['gradients']
-    assert found['first_scale'] == options.get('loss_scale', 65536.0)
-    assert lost({'float16': found['float16']['first_scale']})[:2] == [overflow, underflow]
-    assert found['best_scale'] == best
-    assert found['float16']['best_scale']['overflow'] == 0
-    assert found['float16']['best_scale']['underflow'] == underflow
-    assert found['float16']['without_scale']['underflow'] == (1.0 if factor != 1.0 else underflow)
+    assert lost(report.data['modules'][0]['ranges']['gradients']) == [overflow, underflow]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -199,20 +197,22 @@ FUSED, ADAM = (lambda model, kind=kind: kind(model.parameters()) for kind in (Fu
 def test_bytes_by_level_counted_by_hand() -> None:
     model = nn.Linear(4, 3, bias=False)
     model.register_buffer('count', torch.zeros((), dtype=torch.int64))
+    model.register_buffer('view_of_it', model.count.view(1))
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        return F.mse_loss(model(x), torch.zeros(2, 3))
+        return F.mse_loss(model(x.requires_grad_()), torch.zeros(2, 3))
 
     report = amp.report(model, torch.ones(2, 4), 'O2', loss_fn, make_optimizer=ADAM)
     # 12 weights. Adam has two numbers for each, and a float32 step. A count of 8 bytes.
-    # Kept for the backward pass: 8 inputs of the layer, in its type; 6 outputs and 6 targets of the loss, in FP32.
+    # Kept for the backward pass: 8 inputs of the layer, in its type; 6 outputs and 6 targets of the loss, in FP32. Weights are
+    # there anyway, casts of them are not.
     expected = {
         level: {
             'weights': 24 if level in ('O2', 'O3', 'O5') else 48,
             'gradients': 24 if level in ('O2', 'O3', 'O5') else 48,
             'masters': 48 if level in ('O2', 'O5') else 0,
             'optimizer_state': 4 + (48 if level == 'O3' else 96),
-            'activations': 48 + (32 if level == 'O0' else 16),
+            'activations': 48 + {'O0': 32, 'O1': 16 + 24, 'O4': 16 + 24}.get(level, 16),
             'buffers': 8,
         }
         for level in ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
@@ -226,7 +226,7 @@ def test_bytes_by_level_counted_by_hand() -> None:
 def test_memory_without_an_optimizer_or_trained_weights() -> None:
     model, x = nn.Linear(4, 3), torch.ones(2, 4)
     data = amp.report(model, x, 'O2').data
-    assert data['optimizer'] is data['loss'] is data['gradients'] is None
+    assert data['optimizer'] is data['loss'] is None and 'gradients' not in data['modules'][0]['ranges']
     # its masters are counted all the same
     assert (data['memory']['O2']['optimizer_state'], data['memory']['O2']['masters']) == (0, 15 * 4)
     # 65536 times 1e5 is infinite in float16
@@ -303,23 +303,24 @@ def test_wrong_arguments_are_refused_before_the_model_runs() -> None:
 
 def test_text_page_and_json(tmp_path: Path) -> None:
     report = known('O2', make_optimizer=ADAM)
-    text = report.text(width=140)
+    text = str(report)
     page, data = report.write(tmp_path / 'new')
     html = page.read_text(encoding='utf-8')
     for part in ('Precision of Known at O2', 'native_batch_norm', 'batchnorm', 'CrossEntropyLoss'):
         assert part in text and part in html
-    for width in (80, 140):
-        assert max(map(len, report.text(width=width).splitlines())) <= width
-    assert '0 Linear' in report.text(depth=2) and '0 Linear' not in report.text(depth=1)
+    assert 'parts.0' in report.text(depth=2) and 'parts.0' not in report.text(depth=1)
     assert not [word for word in ('http', 'src=', 'url(') if word in html]
-    assert json.loads(data.read_text()) == json.loads(report.json()) == report.data
-    assert isinstance(report.data['format'], int)
+    assert (
+        json.loads(data.read_text())
+        == json.loads(report.json())
+        == {**report.data, 'format': 2, 'amp_wrapper': version}
+    )
 
 
 def test_names_of_the_model_are_text_to_terminal_and_page() -> None:
     odd = type('[bold]<b>', (nn.Sequential,), {})(nn.Linear(2, 2))
     report = amp.report(nn.Sequential(odd), torch.ones(1, 2), 'O5')
-    assert '[bold]<b>' in report.text(width=140)
+    assert '[bold]<b>' in str(report)
     assert '[bold]<b>' not in report.html()
     assert '[bold]&lt;b&gt;' in report.html()
 
@@ -337,7 +338,6 @@ def test_write_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: pyte
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.xfail(strict=True, reason='diagnostics')
 def test_numbers_that_are_not_finite_are_null_in_json() -> None:
     """As in the lines of the monitor: a column has one type."""
     report = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O4', lambda model, x: model(x).sum() * torch.inf)

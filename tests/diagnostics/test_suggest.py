@@ -8,7 +8,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -151,7 +151,7 @@ def entry(found: LevelSuggestion, level: str) -> dict[str, Any]:
 
 def against(found: LevelSuggestion, level: str) -> str:
     """Why a level does not suit; '' where it does."""
-    return ' '.join(reason['text'] for reason in entry(found, level)['reasons'])
+    return ' '.join(text for _, text in entry(found, level)['reasons'])
 
 
 # -- known answers ---------------------------------------------------------------------------------------------------
@@ -168,6 +168,10 @@ def failing(dtype: torch.dtype, error: Exception) -> nn.Module:
     return Plain(act)
 
 
+def off_in_16_bits(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model, batch) + (model.head.weight.dtype is F16)
+
+
 def less_in_16_bits(x: Tensor) -> Tensor:
     return x * (1.0 if x.dtype is torch.float32 else 1e-3)
 
@@ -175,9 +179,7 @@ def less_in_16_bits(x: Tensor) -> Tensor:
 Answer = tuple[Callable[[], nn.Module], dict[str, Any], str, tuple[str, ...], dict[str, str]]
 
 
-def answer(
-    make: Callable[[], nn.Module], levels: str, level: str, keep: str = '', unsuited: Any = None, **words: Any
-) -> Answer:
+def answer(make: Any, levels: str, level: str, keep: str = '', unsuited: Any = None, **words: Any) -> Answer:
     """A model, levels to try; the level and the module in FP32 that are recommended; the word against others."""
     return make, {'levels': levels.split(), **words}, level, (keep,) if keep else (), unsuited or {}
 
@@ -194,7 +196,7 @@ KNOWN = {
     'no bfloat16': answer(OverflowingFormer, 'O0 O1 O2', 'O2', 'blocks.1.attn', {'O1': 'forward pass'}, **FORMER),
     'all of a class': answer(lambda: OverflowingFormer((0, 1, 2)), 'O2', 'O2', 'Attention', **FORMER),
     'gradients vanish': answer(TinyGradientHead, 'O2 O3', 'O2', '', VANISHING, loss_fn=loss_with_aux),
-    'nothing is the matter': answer(Plain, 'O0 O1 O2 O3 O4 O5', 'O5'),
+    'nothing is the matter': answer(Plain, 'O0 O1 O2 O3 O4 O5', 'O5', **LARGE_RATE),
     'scale that falls to nothing': answer(Plain, 'O2 O5', 'O5', '', {'O2': 'scale'}, loss_fn=times(1e9), **TINY_RATE),
     'mask': answer(lambda: OverflowingFormer(()), 'O2 O5', 'O5', **FORMER),
     'other error': answer(lambda: failing(BF16, KeyError('bfloat16')), 'O2 O5', 'O2', '', {'O5': 'KeyError'}),
@@ -202,6 +204,7 @@ KNOWN = {
     'weights of the model itself': answer(Positions, 'O2 O5', 'O5', '', {'O2': 'use bfloat16'}, **ADAMW),
     'loss of gradients': answer(lambda: nn.Linear(8, 4), 'O5', 'O5', loss_fn=gradient_penalty),
     'loss that is another one in 16 bits': answer(lambda: Plain(less_in_16_bits), 'O0 O2', 'O0', '', {'O2': 'FP32'}),
+    'loss that is off': answer(Plain, 'O0 O2', 'O0', '', {'O2': 'off that of FP32'}, loss_fn=off_in_16_bits),
     'less than a tenth is saved': answer(Plain, 'O0 O5', 'O0', keep_fp32=['net', 'head']),
     'nothing else was asked for': answer(Plain, 'O5', 'O5', keep_fp32=['net', 'head']),
 }
@@ -213,7 +216,7 @@ def test_known_answer(name: str) -> None:
     found = suggest(make(), **words)
     assert (found.level, found.keep_fp32) == (level, keep), str(found)
     if level == 'O0':
-        assert ('no other level suits' if unsuited else 'saves a tenth') in found.reason
+        assert ('no other level that was tried suits' if unsuited else 'saves a tenth') in found.reason
     tried = {each['level'] for each in found.data['levels']}
     # of a level that modules in FP32 have mended, the entry without them comes first
     for other in tried - {'O0', 'O3', level if keep else ''} | unsuited.keys():
@@ -221,13 +224,10 @@ def test_known_answer(name: str) -> None:
         assert unsuited.get(other, '') in against(found, other)
 
 
-@pytest.mark.xfail(strict=True, reason='diagnostics')
 @pytest.mark.parametrize('level', ['O3', 'O5'])
 def test_inaccurate_modules_and_levels_without_masters_are_not_mended(level: str) -> None:
     """O3 is recommended if it alone was asked for, a level whose gradients are far off not at all."""
-    inside = nn.Sequential(
-        nn.Linear(8, 16), nn.LayerNorm(16), Fault(less_accurate), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
-    )
+    inside = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), Fault(less_accurate), nn.Linear(16, 4))
     found = suggest(inside if level == 'O5' else Plain(), levels=['O0', level], **LARGE_RATE)
     assert (found.level, found.keep_fp32) == ('O0', ())
 
@@ -235,15 +235,18 @@ def test_inaccurate_modules_and_levels_without_masters_are_not_mended(level: str
 def test_errors_of_gradients_follow_the_type_and_no_loss_scale() -> None:
     errors = {}
     for factor in (1.0, 1e4):
-        found = suggest(Plain(dropout=0.5), times(factor), levels=['O0', 'O1', 'O2', 'O4', 'O5'], **TINY_RATE)
-        errors[factor] = {level: entry(found, level)['gradients']['error'] for level in ('O1', 'O2', 'O4', 'O5')}
-        assert entry(found, 'O0')['gradients']['error'] is None
+        # FP32 sums have no loss scale
+        words = {'levels': ['O0', 'O1', 'O2', 'O4', 'O5'], 'accumulate_in_fp32': factor > 1, **TINY_RATE}
+        found = suggest(Plain(dropout=0.5), times(factor), **words)
+
+        errors[factor] = {level: entry(found, level)['error'] for level in ('O1', 'O2', 'O4', 'O5')}
+        assert entry(found, 'O0')['error'] is None
         for level, error in errors[factor].items():
             assert 1e-4 < error < 0.02 if level in ('O1', 'O2') else 1e-3 < error < 0.1
         # 8 bits of bfloat16 against 11 of float16
         assert errors[factor]['O2'] < errors[factor]['O5']
-        assert entry(found, 'O0')['memory']['ratio'] == 1
-        assert all(entry(found, level)['memory']['ratio'] < 0.9 for level in errors[factor])
+        assert entry(found, 'O0')['memory_ratio'] == 1
+        assert all(entry(found, level)['memory_ratio'] < 0.9 for level in errors[factor])
     assert errors[1e4] == pytest.approx(errors[1.0], rel=0.5)
 
 
@@ -256,23 +259,23 @@ def test_slower_levels_do_not_suit_where_speed_is_preferred() -> None:
 
     for prefer, level in (('speed', 'O0'), ('memory', 'O5')):
         found = suggest(Plain(slow), levels=['O0', 'O5'], prefer=prefer)
-        assert found.level == level and 'times as long as in FP32' in str(found)
+        assert found.level == level and 'times as long as in FP32' in ' '.join(str(found).split())
         assert ('times as long' in against(found, 'O5')) == (prefer == 'speed')
 
 
-@pytest.mark.xfail(strict=True, reason='diagnostics')
 def test_error_at_a_later_step_is_no_matter_of_the_loss_scale() -> None:
-    calls = itertools.count()
+    for kind, words in (('cannot', 'index out of range'), ('loss', 'the loss was nan')):
+        calls = itertools.count()
 
-    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-        if model.head.weight.dtype is torch.bfloat16 and next(calls) >= 2:
-            raise IndexError('index out of range')
-        return cross_entropy(model, batch)
+        def loss_fn(model: nn.Module, batch: Batch, kind: str = kind, calls: Iterator[int] = calls) -> Tensor:
+            is_late = model.head.weight.dtype is BF16 and next(calls) >= 2
+            if is_late and kind == 'cannot':
+                raise IndexError('index out of range')
+            return cross_entropy(model, batch) * (torch.nan if is_late else 1.0)
 
-    found = suggest(Plain(), loss_fn, levels=['O0', 'O5'])
-    assert found.level == 'O0'
-    assert 'index out of range' in against(found, 'O5')
-    assert entry(found, 'O5')['reasons'][0]['kind'] != 'scale'
+        found = suggest(Plain(), loss_fn, levels=['O0', 'O5'])
+        assert found.level == 'O0' and words in against(found, 'O5')
+        assert entry(found, 'O5')['reasons'][0][0] == kind
 
 
 # -- it changes nothing ----------------------------------------------------------------------------------------------
@@ -339,7 +342,7 @@ def test_same_call_gives_the_same_numbers_and_names_without_wrappers() -> None:
     results = []
     for seed, wrap in ((0, nn.DataParallel), (0, torch.compile), (1, nn.DataParallel)):
         levels = suggest(wrap(model), levels=['O5'], seed=seed, keep_fp32=['head']).data['levels']
-        results.append(repr([(each['loss'], each['gradients'], each['modules']) for each in levels]))
+        results.append(repr([(each['losses'], each['error']) for each in levels]))
         torch.manual_seed(4)
     assert results[0] == results[1] != results[2]
 
@@ -381,8 +384,9 @@ def test_overrides_hold_for_every_level_that_can_have_them() -> None:
 
 
 def test_result_as_text_page_data_and_lines_that_work() -> None:
-    found = suggest(OverflowingFormer(), **FORMER, levels=['O0', 'O2'])
-    text, page = str(found), found.html()
+    found = suggest(OverflowingFormer(), **FORMER, levels=['O0', 'O2'], keep_fp32='embed')
+    # lines are as long as the terminal is wide
+    text, page = ' '.join(str(found).split()), found.html()
     for part in (found.reason, found.config, found.script, 'recommended', "O2 keep_fp32=['blocks.1.attn']"):
         assert part in text
     assert 'Recommended level: O2' in page and 'blocks.1.attn' in page
@@ -398,7 +402,7 @@ def test_result_as_text_page_data_and_lines_that_work() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(found.script.replace(')', ', verbosity=0)'), {'amp': amp, 'model': model, 'optimizer': optimizer})
     assert model.head.weight.dtype is torch.float16
-    assert model.blocks[1]['attn'].out.weight.dtype is torch.float32
+    assert model.blocks[1]['attn'].out.weight.dtype is model.embed.weight.dtype is torch.float32
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -196,9 +196,7 @@ class Training(Door):
 
 def momenta(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-    found = [
-        optimizer.state[parameter].get('momentum_buffer') for parameter in parameters if parameter in optimizer.state
-    ]
+    found = [optimizer.state[p].get('momentum_buffer') for p in parameters if p in optimizer.state]
     return [momentum.detach().clone() for momentum in found if momentum is not None]
 
 
@@ -324,9 +322,8 @@ def whole(value: Any) -> Any:
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [whole(item) for item in value]
-    return (
-        (value.full_tensor() if isinstance(value, DTensor) else value).clone() if isinstance(value, Tensor) else value
-    )
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def mesh_of(here: Here, *shape: int) -> DeviceMesh:
@@ -337,6 +334,4 @@ def mesh_of(here: Here, *shape: int) -> DeviceMesh:
 
 def fp32(model: nn.Module) -> dict[str, Tensor]:
     """The FP32 values of a model, as its state dict has them."""
-    return {
-        name: value.detach().float().clone() for name, value in getattr(model, 'module', model).state_dict().items()
-    }
+    return {name: v.detach().float().clone() for name, v in getattr(model, 'module', model).state_dict().items()}

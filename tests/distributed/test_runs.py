@@ -131,15 +131,12 @@ def test_killed_run_resumes_exactly(
         words['wrapper'] = other if other in WRAPPERS else 'ddp'
         ranks_of(world).run(tmp_path, run, folder=f'{number}', how='resume', **words)
         state = toy.checkpoint(tmp_path / f'{number}')['state_dict']
-        assert {name: value.shape for name, value in state.items()} == {
-            name: value.shape for name, value in expected['state_dict'].items()
-        }
+        assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected['state_dict'].items()}
         assert all(bool(value.isfinite().all()) for value in state.values())
 
 
 @pytest.mark.parametrize(
-    ('wrapper', 'level'),
-    [('sharded', 'O5'), ('sharded', 'O2'), ('sharded and repeated', 'O1'), ('zero', 'O2')],
+    ('wrapper', 'level'), [('sharded', 'O5'), ('sharded', 'O2'), ('sharded and repeated', 'O1'), ('zero', 'O2')]
 )
 @on_ranks()
 def test_sharded_run_writes_the_file_of_ddp(here: Here, wrapper: str, level: str) -> None:
@@ -310,9 +307,7 @@ class OneForEach:
 
     def __call__(self, model: Any) -> OptimWrapperDict:
         children = dict(getattr(model, 'module', model).named_children())
-        return OptimWrapperDict(
-            **{name: build_optim_wrapper(children[name], cfg) for name, cfg in self.configs.items()}
-        )
+        return OptimWrapperDict(**{key: build_optim_wrapper(children[key], cfg) for key, cfg in self.configs.items()})
 
 
 def run_two(here: Here, folder: str, epochs: int, resume: bool) -> None:

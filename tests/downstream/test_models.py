@@ -449,9 +449,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     ('name', 'level', 'unused'),
     [('ResNet-18', 'O2', False), ('ViT', 'O5', False), ('PSPNet', 'O1', True), ('RetinaNet', 'O5', False)],
 )
-def test_two_ranks_train_on_the_batches_of_both(
-    name: str, level: str, unused: bool, ranks: Group, tmp_path: Path
-) -> None:
+def test_two_ranks_train_on_batches_of_both(name: str, level: str, unused: bool, ranks: Group, tmp_path: Path) -> None:
     ranks.run(tmp_path, train_on_rank, name=name, level=level, unused=unused)
 
 

@@ -39,9 +39,7 @@ def images(number: int) -> Tensor:
 
 
 def scripted(level: str, model: nn.Module | None = None) -> Training:
-    return Training(
-        level, 'amp', lambda p: SGD(p, lr=0.25, momentum=0.5), Net() if model is None else model, loss_scale=8.0
-    )
+    return Training(level, 'amp', lambda p: SGD(p, lr=0.25, momentum=0.5), model or Net(), loss_scale=8.0)
 
 
 def step(run: Training, number: int) -> None:

@@ -33,9 +33,7 @@ def test_attach_casts_weights_and_logs_their_names(level: str, log: list[str]) -
     for verbosity in range(3):
         log.clear()
         run, plain = Training(level, verbosity=verbosity), Training('O0', attach=False)
-        wanted = {'fc.weight', 'fc.bias', 'out.weight', 'out.bias'} | (
-            {'bn.weight', 'bn.bias'} if level == 'O3' else set()
-        )
+        wanted = {'fc.weight', 'fc.bias', 'out.weight', 'out.bias', *(['bn.weight', 'bn.bias'] * (level == 'O3'))}
         told = {name for name in wanted if any(f' {name} ' in line for line in log)}
         assert told == (wanted if verbosity == 2 and level in CAST else set())
         masters = run.masters()
@@ -249,13 +247,9 @@ def test_a_sum_that_float16_cannot_hold_overflows_in_16_bit_alone() -> None:
 
 
 @pairs(level=MASTERED, make=(SGD, FusedSGD), wide=(False, True))
-def test_fp32_sums_are_saved_unrounded_and_kept_at_an_overflow(
-    level: str, make: Any, wide: bool, log: list[str]
-) -> None:
+def test_fp32_sums_are_saved_unrounded_and_kept_at_overflow(level: str, make: Any, wide: bool, log: list[str]) -> None:
     def fresh(**words: Any) -> Training:
-        return Training(
-            level, make=lambda p: make(p, lr=0.1), loss_scale=256.0, **{'accumulate_in_fp32': wide, **words}
-        )
+        return Training(level, make=lambda p: make(p, 0.1), loss_scale=256.0, **{'accumulate_in_fp32': wide, **words})
 
     run = fresh()
     run.train(0)

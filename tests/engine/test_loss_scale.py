@@ -91,9 +91,7 @@ RULES = st.fixed_dictionaries(
     overflows=st.lists(st.booleans(), max_size=20),
     saved_at=st.integers(0, 20),
 )
-def test_dynamic_scale_follows_its_rule(
-    rule: dict[str, Any], make: type[Optimizer], overflows: list[bool], saved_at: int
-) -> None:
+def test_scale_follows_rule(rule: dict[str, Any], make: type[Optimizer], overflows: list[bool], saved_at: int) -> None:
     """Also in a training that ends, and goes on from its state in new objects."""
     run, model = training(rule, make), Model(rule)
     with np.errstate(over='ignore', under='ignore'):

@@ -177,9 +177,7 @@ def _net() -> Net:
     losses=(1, 2),
     bad=(False, True),
 )
-def test_steps_that_learn_of_a_skip_on_the_device_read_nothing(
-    level: str, clip: str, name: str, losses: int, bad: bool
-) -> None:
+def test_steps_that_skip_on_the_device_read_nothing(level: str, clip: str, name: str, losses: int, bad: bool) -> None:
     if level == 'O3':
         # torch steps no 16-bit weights fused
         skip_without_library(torch.device('cpu'))
@@ -206,9 +204,7 @@ def test_steps_that_learn_of_a_skip_on_the_device_read_nothing(
     losses=(1, 2),
     clip=('no clip', 'norm'),
 )
-def test_a_skipped_step_changes_nothing(
-    level: str, name: str, bad: tuple[int, ...], where: str, losses: int, clip: str
-) -> None:
+def test_skip_changes_nothing(level: str, name: str, bad: tuple[int, ...], where: str, losses: int, clip: str) -> None:
     """The training goes on as if the batch had not been."""
     if level == 'O3':
         name = 'FusedSGD'  # float16 has no epsilon of 1e-8

@@ -94,9 +94,7 @@ def same(left: Any, right: Any, *, ordered: bool = False, any_nan: bool = False)
 
 def differing(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     """The names that only one has, or whose values differ by a bit."""
-    return sorted(
-        (left.keys() ^ right.keys()) | {key for key in left.keys() & right.keys() if not same(left[key], right[key])}
-    )
+    return sorted((left.keys() ^ right.keys()) | {k for k in left.keys() & right.keys() if not same(left[k], right[k])})
 
 
 def _has_attributes_alone(value: Any) -> bool:

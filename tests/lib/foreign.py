@@ -111,9 +111,8 @@ class KeepStart(Hook):
 def state_of(runner: Any) -> dict[str, Any]:
     wrapper = runner.optim_wrapper
     parts = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {'': wrapper}
-    schedules = (
-        runner.param_schedulers if isinstance(runner.param_schedulers, dict) else {'': runner.param_schedulers or []}
-    )
+    schedules = runner.param_schedulers or []
+    schedules = schedules if isinstance(schedules, dict) else {'': schedules}
     averages = [hook.ema_model.state_dict() for hook in runner.hooks if type(hook).__name__ == 'EMAHook']
     found = dict(
         position=(runner.epoch, runner.iter),

@@ -12,13 +12,7 @@ from amp_wrapper import AmpOptimWrapper, amp
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 #: The levels that compute in 16-bit, and in which type.
-HALF = {
-    'O1': torch.float16,
-    'O2': torch.float16,
-    'O3': torch.float16,
-    'O4': torch.bfloat16,
-    'O5': torch.bfloat16,
-}
+HALF = {'O1': torch.float16, 'O2': torch.float16, 'O3': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}
 #: Those that cast op by op, and those whose weights are 16-bit.
 PER_OP, CAST = ('O1', 'O4'), ('O2', 'O3', 'O5')
 DOORS = ('amp', 'wrapper')

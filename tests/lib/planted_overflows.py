@@ -230,12 +230,8 @@ TABLE = [
     Planted('forward out of range', FLOAT16, 'forward_range', act=in_range_of_fp32, **_FORWARD),
     Planted('forward nan', ALL, 'forward_nan', act=root_below_zero, **_FORWARD),
     Planted('an op outside of torch', ('O1', 'O2', 'O5'), 'forward_nan', act=WriteOutside.apply, **_FORWARD),
-    Planted(
-        'one in 16-bit alone', ('O2', 'O5'), 'forward_range', act=lambda x: WriteOutside.apply(x, True), **_FORWARD
-    ),
-    Planted(
-        'before an op outside of torch', _HALF, 'forward_range', f'{DEEP}.0', act=in_range_of_fp32, phase='forward'
-    ),
+    Planted('in 16-bit alone', ('O2', 'O5'), 'forward_range', act=lambda x: WriteOutside.apply(x, True), **_FORWARD),
+    Planted('before an op outside torch', _HALF, 'forward_range', f'{DEEP}.0', act=in_range_of_fp32, phase='forward'),
     Planted('everything masked', ('O1', 'O2', 'O5'), 'forward_nan', act=all_masked, op='softmax', **_FORWARD),
     Planted('a mask beside it', _HALF, 'forward_range', act=partly_masked_and_huge, **_FORWARD),
     Planted('loss in the model', ALL, 'loss', 'loss', loss=RatioLoss, phase='forward'),

@@ -315,11 +315,7 @@ class Plain:
             # a momentum of zeros has not begun
             if key != 'momentum_buffer' or bool(value.any())
         }
-        return dict(
-            values={name: value.tolist() for name, value in saved.items()},
-            moments=moments,
-            scales=self.loss_scales(),
-        )
+        return dict(values={name: v.tolist() for name, v in saved.items()}, moments=moments, scales=self.loss_scales())
 
     # -- what the doors do in their own ways ----------------------------------------------------------------------------
 

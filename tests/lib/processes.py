@@ -93,14 +93,12 @@ def start(
     return process  # type: ignore[no-any-return]
 
 
-def _call(
-    log: Path, errors: Path, environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]
-) -> None:
+def _call(log: Path, errors: Path, env: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
     # what was imported before is not looked through, and copied for it, by each collection of garbage
     gc.freeze()
     os.setsid()
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(env)
     for path, number in ((log, 1), (errors, 2)):
         with path.open('ab') as file:
             os.dup2(file.fileno(), number)

@@ -12,9 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
-FENCE = re.compile(
-    r'^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```', re.MULTILINE | re.DOTALL
-)
+FENCE = re.compile(r'^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```', re.M | re.S)
 
 
 def snippets(text: str, language: str) -> list[tuple[int, str]]:
@@ -28,7 +26,7 @@ def snippets(text: str, language: str) -> list[tuple[int, str]]:
 
 def titled(text: str) -> dict[str, str]:
     """File name to code, of the fenced blocks that are files to be written: ``python title="config.py"``."""
-    return dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
+    return dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', text, re.M | re.S))
 
 
 def run_code(code: str, namespace: dict[str, Any], where: str) -> None:

@@ -103,9 +103,7 @@ class Reading(Constructor):
     ],
     ids=str,
 )
-def test_level_and_optimizer_are_those_that_the_config_trains_with(
-    words: dict[str, Any], level: str, optimizer: str, here: Path
-) -> None:
+def test_config_has_level_and_optimizer(words: dict[str, Any], level: str, optimizer: str, here: Path) -> None:
     found = report(optim_wrapper={'optimizer': SGD, **words})
     assert (found['level'], found['optimizer']) == (level, optimizer)
     if words.get('loss_scale') == 512.0:
@@ -141,16 +139,14 @@ def test_report_is_about_the_model_and_the_data_of_the_config(here: Path) -> Non
     assert rules(found, 'fc') == {('addmm', 'keep_fp32')}
     assert rules(found, 'bn') == {('native_batch_norm', 'batchnorm')}
     # the loss is inside of forward
-    assert {('_log_softmax', 'registry'), ('nll_loss_forward', 'registry')} <= rules(found, '')
-    computed = {module['name']: module['outputs']['computed'] for module in found['modules']}
-    assert computed['data_preprocessor'] == ['float32'] and computed['conv'] == ['float16']
+    assert ('nll_loss_forward', 'registry') in rules(found, '')
+    outputs = {module['name']: module['outputs'] for module in found['modules']}
+    assert outputs['data_preprocessor'] == ['float32'] and outputs['conv'] == ['float16']
     assert [level for level, counted in found['memory'].items() if 'error' in counted] == []
 
 
 @pytest.mark.filterwarnings('ignore:torch.utils.checkpoint')
-def test_reports_draw_the_same_random_numbers_and_leave_nothing_behind(
-    here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_draw_the_same_random_numbers_and_leave_nothing(here: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = MMLogger.get_current_instance()
     logger.setLevel('INFO')
     logger.addHandler(caplog.handler)
@@ -196,7 +192,7 @@ def test_levels_are_tried_with_the_optimizer_and_batches_of_the_config(here: Pat
         loader = toy.loader() if words is WRAPPER else toy.loader(length=4, shuffle=False)
         path = config(optim_wrapper=words, train_dataloader=loader, model=dict(type='Writing'))
         assert main(['suggest-level', path, '--levels', 'O4', '--steps', '4', '--json', 'a.json']) == 0
-        o0, o4 = (level['loss']['values'] for level in json.loads(Path('a.json').read_text())['levels'])
+        o0, o4 = (level['losses'] for level in json.loads(Path('a.json').read_text())['levels'])
         assert o4 == pytest.approx(o0, rel=0.02) and len(set(o0)) == (4 if words is WRAPPER else 1)
 
 

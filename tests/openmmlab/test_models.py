@@ -217,9 +217,7 @@ class LossInTrainStep(OwnTrainStep):
 
 @pytest.mark.parametrize('level', LEVELS)
 @pytest.mark.parametrize(('kind', 'all_owned'), [(OwnTrainStep, True), (OwnTrainStep, False), (LossInTrainStep, True)])
-def test_train_step_that_never_calls_the_model(
-    kind: type[OwnTrainStep], all_owned: bool, level: str, device: torch.device
-) -> None:
+def test_train_step_past_the_model(kind: type[OwnTrainStep], all_owned: bool, level: str, device: torch.device) -> None:
     model = kind(Fcn).to(device)
     model.extra = nn.Parameter(torch.ones(1, device=device))
     parts = [*model.backbone.parameters(), *model.bbox_head.parameters()]

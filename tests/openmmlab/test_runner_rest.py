@@ -24,10 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import AmpConfigError, AmpMonitorHook, NonfiniteHook, OverflowStreakError
 from amp_wrapper.cli import main
+from amp_wrapper.engine.flags import LateRead
 
-GRADIENTS = {'amp_grad_underflow', 'amp_grad_tiny', 'amp_grad_peak', 'amp_weight_peak'}
-UPDATES = {'amp_update_lost', 'amp_update_spacing'}
-NUMBERS = {'amp_skip_rate', *GRADIENTS, *UPDATES}
 EACH = dict(type='LoggerHook', interval=1)
 ALONE: dict[str, Any] = dict(val_cfg=None, val_dataloader=None, val_evaluator=None)
 BY_ITERATION = dict(
@@ -71,18 +69,16 @@ class SkipsOne(Hook):
 
 
 @pytest.mark.parametrize(
-    ('level', 'skips', 'hooks', 'numbers'),
+    ('level', 'skips', 'hooks'),
     [
-        *((level, level != 'O0', [], set()) for level in toy.LEVELS),
-        ('O2', False, [], set()),
-        ('O5', False, [], set()),
-        ('O5', True, monitor(interval=3), NUMBERS),
-        ('O1', True, monitor(ranges_interval=3), NUMBERS - UPDATES),
+        *((level, level != 'O0', []) for level in toy.LEVELS),
+        ('O2', False, []),
+        ('O5', False, []),
+        ('O5', True, monitor(interval=3)),
+        ('O1', True, monitor(interval=3, ranges_interval=3)),
     ],
 )
-def test_log_of_the_command_has_few_numbers_and_all_on_request(
-    level: str, skips: bool, hooks: list[Any], numbers: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_has_few_numbers(level: str, skips: bool, hooks: list[Any], tmp_path: Path, capsys: Any) -> None:
     scaled = level in ('O1', 'O2')
     config = toy.toy_config(
         tmp_path / 'work',
@@ -95,34 +91,25 @@ def test_log_of_the_command_has_few_numbers_and_all_on_request(
     assert main(['train', str(tmp_path / 'config.py')]) == 0
     (log,) = (tmp_path / 'work').glob('*/vis_data/scalars.json')
     found = [{key for key in row if key.startswith('amp_')} for row in lines(log) if 'loss' in row]
-    always = numbers | ({'amp_scale'} if scaled else set())
+    always = {'amp_scale'} if scaled else set()
     assert found[:3] == [always] * 3 and found[3:] == [always | ({'amp_skipped'} if skips else set())] * 4
     assert ('amp_skipped' in capsys.readouterr().out) == skips
     layers = list((tmp_path / 'work').glob('*/vis_data/amp_ranges.jsonl'))
     assert bool(layers) == any('ranges_interval' in hook for hook in hooks)
 
 
-def test_numbers_are_measured_at_their_interval(tmp_path: Path) -> None:
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_numbers_are_shown_at_the_iterations_at_which_they_were_measured(level: str, tmp_path: Path) -> None:
     hooks = monitor(interval=5, ranges_interval=10, diagnose_overflow=False)
-    runner = toy.run(tmp_path, wrapper('O5'), custom_hooks=hooks, **poisoned(2, 3, 4, 9))
-    logged = rows(runner)
-    # iteration 1 of one step, 5 of iterations 2 to 5, 10 of 6 to 10
-    assert [row['amp_skip_rate'] for row in logged] == [0.0] * 4 + [0.75] * 5 + [pytest.approx(0.2)] * 5
-    peaks = [row['amp_grad_peak'] for row in logged]
-    assert peaks[0] == peaks[3] != peaks[4] == peaks[8] != peaks[9] == peaks[13]
-    assert all(0 <= row['amp_grad_underflow'] <= 1 for row in logged)
-    ranges = lines(Path(runner.log_dir) / 'vis_data' / 'amp_ranges.jsonl')
-    assert [line['iteration'] for line in ranges] == [1, 10] and 'conv.weight' in ranges[0]['gradients']
-
-
-def test_row_has_the_numbers_of_its_own_iteration(tmp_path: Path) -> None:
-    hooks = dict(logger=dict(type='LoggerHook', interval=5))
-    each, some = (
-        toy.run(tmp_path / str(n), wrapper(), custom_hooks=monitor(interval=n), default_hooks=hooks, **BY_ITERATION)
-        for n in (1, 5)
-    )
-    found = [[{name: row[name] for name in ('iter', *GRADIENTS)} for row in rows(runner)] for runner in (each, some)]
-    assert [row['iter'] for row in found[0]] == [5, 10, 15, 20] and found[0] == found[1]
+    runner = toy.run(tmp_path, wrapper(level, accumulative_counts=2), custom_hooks=hooks, **poisoned(10))
+    folder = Path(runner.log_dir) / 'vis_data'
+    shown = [line for line in lines(folder / 'scalars.json') if 'amp_grad_peak' in line or 'amp_grad_subnormal' in line]
+    # of steps, which come at each second iteration; in the last one nothing was finite
+    assert [line['iter'] for line in shown] == ([] if level == 'O5' else [2, 6])
+    assert all(line['step'] == line['iter'] and 0 <= line['amp_grad_subnormal'] <= 1 for line in shown)
+    assert not any(name.startswith('amp_grad') for row in rows(runner) for name in row)
+    ranges = lines(folder / 'amp_ranges.jsonl')
+    assert [line['iteration'] for line in ranges] == [2, 10] and 'conv.weight' in ranges[0]['gradients']
 
 
 class OwnReads(TorchDispatchMode):
@@ -162,10 +149,10 @@ class NoteReads(Hook):
 
 
 @pytest.mark.parametrize(('level', 'skipped'), [('O2', ()), ('O4', (1,)), ('O5', ())])
-def test_device_is_read_with_the_log_alone(
-    level: str, skipped: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_device_is_read_with_logs_alone(
+    level: str, skipped: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales, skips, norms of clipping and the numbers of the monitor."""
+    """Scales, skips and norms of clipping."""
     reads = OwnReads()
     monkeypatch.setattr(NoteReads, 'reads', reads, raising=False)
     tolist = torch.Tensor.tolist
@@ -180,10 +167,8 @@ def test_device_is_read_with_the_log_alone(
         runner = toy.run(
             tmp_path,
             wrapper(level, optimizer=dict(type='FusedSGD', lr=0.01), clip_grad=dict(max_norm=1.0)),
-            custom_hooks=[dict(type='NoteReads'), *monitor(interval=2, diagnose_overflow=False)],
-            default_hooks=dict(
-                logger=dict(type='LoggerHook', interval=10), checkpoint=dict(type='CheckpointHook', interval=-1)
-            ),
+            custom_hooks=[dict(type='NoteReads')],
+            default_hooks=dict(logger=EACH | dict(interval=10), checkpoint=dict(type='CheckpointHook', interval=-1)),
             **BY_ITERATION,
             **ALONE,
             **poisoned(*skipped),
@@ -191,8 +176,7 @@ def test_device_is_read_with_the_log_alone(
     logged = rows(runner)
     # the end of the data at iteration 7 is logged, too
     assert reads.found == {row['iter'] for row in logged} == {7, 10, 20}
-    wanted = {'grad_norm', 'amp_skip_rate', *GRADIENTS, *(UPDATES if level != 'O4' else ())}
-    assert all(wanted <= set(row) for row in logged)
+    assert all('grad_norm' in row for row in logged)
 
 
 def test_saved_log_needs_no_package_and_lacks_norms_of_skipped_steps(tmp_path: Path) -> None:
@@ -215,9 +199,7 @@ def test_saved_log_needs_no_package_and_lacks_norms_of_skipped_steps(tmp_path: P
 
 
 def test_file_that_is_saved_between_two_lines_has_all_numbers(tmp_path: Path) -> None:
-    hooks = dict(
-        logger=dict(type='LoggerHook', interval=5), checkpoint=dict(type='CheckpointHook', interval=3, by_epoch=False)
-    )
+    hooks = dict(logger=EACH | dict(interval=5), checkpoint=dict(type='CheckpointHook', interval=3, by_epoch=False))
     toy.run(tmp_path, wrapper('O5', clip_grad=dict(max_norm=1.0)), default_hooks=hooks)
     saved = toy.checkpoint(tmp_path, 'iter_6.pth')['message_hub']
     assert len(saved['log_scalars']['train/grad_norm'].data[0]) == 6 and saved['resumed_keys']['train/grad_norm']
@@ -234,9 +216,10 @@ def test_members_of_a_dict_have_their_names_in_front(tmp_path: Path) -> None:
     config.log_level = 'WARNING'
     runner = Runner.from_cfg(config)
     runner.train()
-    for member in ('generator', 'discriminator'):
-        assert f'train/{member}_amp_grad_peak' in runner.message_hub.log_scalars
-        assert (Path(runner.log_dir) / 'vis_data' / f'{member}_amp_ranges.jsonl').exists()
+    folder = Path(runner.log_dir) / 'vis_data'
+    shown = [line for line in lines(folder / 'scalars.json') if 'generator_amp_grad_peak' in line]
+    assert [line['iter'] for line in shown] == [1, 2]
+    assert all((folder / f'{member}_amp_ranges.jsonl').exists() for member in ('generator', 'discriminator'))
 
 
 @pytest.mark.parametrize(
@@ -251,12 +234,12 @@ def test_wrong_arguments_of_the_monitor(words: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(('counts', 'at'), [(1, (3, 4, 9)), (2, (4, 10))])
-def test_reports_lie_beside_the_checkpoints_and_training_is_the_same(
-    counts: int, at: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_reports_beside_checkpoints_change_nothing(counts: int, at: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Also where the device is slow, and tells of a skip when the next iteration has begun."""
+    monkeypatch.setattr(LateRead, 'is_there', False)
     ends = []
     for name, hooks in (('plain', []), ('watched', monitor(interval=2))):
-        words = wrapper(accumulative_counts=counts)
+        words = wrapper(accumulative_counts=counts, optimizer=dict(type='FusedSGD', lr=0.01))
         runner = toy.run(tmp_path / name, words, custom_hooks=hooks, **poisoned(3, 4, 9))
         ends.append([runner.model.state_dict(), runner.optim_wrapper.state_dict()])
     assert differences(*ends) == []
@@ -268,17 +251,13 @@ def test_reports_lie_beside_the_checkpoints_and_training_is_the_same(
     assert found['text'].split('.')[0] in page
 
 
-def test_folder_of_reports_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / 'amp_diagnosis').write_text('in the way')
-    assert toy.run(tmp_path, wrapper(), custom_hooks=monitor(), **poisoned(3)).iter == 14
-
-
-def test_streak_of_skips_ends_the_run_with_its_cause(tmp_path: Path) -> None:
-    """Skips begin at the third iteration, and the log is read at each second one."""
+@pytest.mark.parametrize('most', [1, 4])
+def test_streak_of_skips_ends_the_run_with_its_cause(most: int, tmp_path: Path) -> None:
+    """Skips begin at the third iteration, and the log is read at each second one. After one the cause is not known yet."""
     case = dict(custom_hooks=monitor(), default_hooks=dict(logger=dict(type='LoggerHook', interval=2)))
     fused = dict(type='FusedAdamW', lr=0.02)
     with pytest.raises(OverflowStreakError, match=r'(?s)fc\.weight.*Report: .*amp_diagnosis.*iter_\d+\.html') as caught:
-        toy.run(tmp_path, wrapper(optimizer=fused, max_consecutive_skips=4), **case, **poisoned(*range(3, 15)))
+        toy.run(tmp_path, wrapper(optimizer=fused, max_consecutive_skips=most), **case, **poisoned(*range(3, 15)))
     assert 'steps in a row' in str(caught.value)
     assert not (tmp_path / 'epoch_2.pth').exists()
 
@@ -296,8 +275,9 @@ def test_watch_of_a_training_that_an_exception_ended_is_removed() -> None:
     runner = SimpleNamespace(model=model)
     hook.before_train(runner)
     hook.before_train(runner)
+    assert type(model).__mro__[1] is not nn.Sequential.__mro__[1]
     hook.after_train(runner)
-    assert [len(module._forward_hooks) for module in model.modules()] == [0, 0]
+    assert [type(module) for module in model.modules()] == [nn.Sequential, nn.Linear]
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
@@ -360,7 +340,7 @@ def test_parts_are_compiled_where_train_step_calls_them(compiled: list[Any], tmp
     assert {name for name, _ in compiled} == {'OwnTrainStep', 'Conv2d', 'BatchNorm2d', 'LayerNorm', 'Linear'}
 
 
-def test_stock_wrapper_is_compiled_by_mmengine(
+def test_mmengine_compiles_its_stock_wrapper(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     targets: list[str] = []
@@ -385,9 +365,8 @@ def called(folder: Path, calls: str, level: str, tested_at: str, *hooks: str) ->
     """Weights and buffers after some calls of a runner, and what its tests gave."""
     own = dict(type='amp_wrapper.AmpInferenceHook', opt_level=tested_at)
     words = wrapper(level, optimizer=dict(type='SGD', lr=0.1, momentum=0.9))
-    runner = Runner.from_cfg(
-        toy.toy_config(folder, words, custom_hooks=[own, *(dict(type=hook) for hook in hooks)], **TESTED)
-    )
+    config = toy.toy_config(folder, words, custom_hooks=[own, *(dict(type=hook) for hook in hooks)], **TESTED)
+    runner = Runner.from_cfg(config)
     found = []
     for call in calls.split():
         torch.manual_seed(0)
@@ -397,12 +376,8 @@ def called(folder: Path, calls: str, level: str, tested_at: str, *hooks: str) ->
     return copy.deepcopy(dict(runner.model.state_dict())), found
 
 
-@pytest.mark.parametrize(
-    ('level', 'tested_at'), [('O0', 'O2'), ('O1', 'O5'), ('O2', 'O2'), ('O3', 'O4'), ('O4', 'O0'), ('O5', 'O1')]
-)
-def test_test_before_after_or_between_changes_no_bit_of_the_training(
-    level: str, tested_at: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(('level', 'tested_at'), zip(toy.LEVELS, ('O2', 'O5', 'O2', 'O4', 'O0', 'O1')))
+def test_test_before_after_or_between_changes_no_bit_of_training(level: str, tested_at: str, tmp_path: Path) -> None:
     alone, _ = called(tmp_path / 'alone', 'train', level, tested_at)
     # mmengine swaps averages in for a test
     for calls, hook in ('test train', 'EMAHook'), ('train test test', 'EMAHook'), ('train', 'TestsInBetween'):

@@ -402,9 +402,7 @@ def test_only_attributes_of_history_buffers_may_be_unpickled(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize('module', ['pathlib', 'pathlib._local'])
-def test_classes_in_files_of_runners_may_be_unpickled(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classes_in_runner_files_may_be_unpickled(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.13 pickles paths under another module; onedl-mmengine allows classes, and takes them out after reading."""
     history = HistoryBuffer()
     history.update(1.0)
@@ -443,9 +441,7 @@ def test_as_the_plain_wrapper_bit_for_bit(words: dict[str, Any], tmp_path: Path)
 
 @pairs(level=LEVELS, run=(toy.run, toy.run_flexible))
 def test_train_validate_and_test(level: str, run: Callable[..., Any], tmp_path: Path) -> None:
-    parts: dict[str, Any] = dict(
-        test_dataloader=toy.loader(shuffle=False), test_evaluator=dict(type='ToyScore'), test_cfg={}
-    )
+    parts: Any = dict(test_dataloader=toy.loader(shuffle=False), test_evaluator=dict(type='ToyScore'), test_cfg={})
     wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=PLAIN_SGD, clip_grad=dict(max_norm=1.0))
     # scales that fit from the first step on
     wrapper |= dict(loss_scale=8.0) if level in ('O1', 'O2') else {}

@@ -40,9 +40,7 @@ def test_name_of_an_argument_may_be_any_text() -> None:
         ops.multi_tensor_scale([], [], **{'\ud800': 1})
 
 
-def test_build_with_cuda_is_refused_where_it_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_impossible_build_with_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """In one line, before anything is compiled."""
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
     monkeypatch.delenv('TORCH_CUDA_ARCH_LIST', raising=False)
@@ -54,9 +52,7 @@ def test_build_with_cuda_is_refused_where_it_cannot_be(
     assert not list(tmp_path.iterdir())
 
 
-def test_gpu_that_is_newer_than_torch_gets_the_newest_that_torch_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_new_gpu_gets_the_newest_that_torch_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """As torch chooses; all sources are compiled, and torch names their objects by the names of the files."""
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
     monkeypatch.setenv('PATH', os.environ['PATH'])

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,9 +53,7 @@ class Lists:
         return [*self.params, *itertools.chain(*self.states), *self.steps, *self.partners]
 
 
-def plain_lists(
-    name: str, shapes: Sequence[Sequence[int]], device: torch.device, special: bool = False, seed: int = 0
-) -> Lists:
+def plain_lists(name: str, shapes: Any, device: torch.device, special: bool = False, seed: int = 0) -> Lists:
     """Float32 tensors without gaps, that take their first step or a later one; second moments are not negative."""
 
     def column(which: int) -> list[Tensor]:
@@ -104,9 +101,7 @@ def test_groups_and_learning_rates_in_tensors_are_one_call(device: torch.device)
         step(name, whole, hyper, rates=[scalar(device, 0.25)], rated=[1])
         hyper[1, 0] = 0.25
         for i in range(40):
-            grads, params, steps = (
-                [column[i]] if column else [] for column in (apart.grads, apart.params, apart.steps)
-            )
+            grads, params, steps = ([c[i]] if c else [] for c in (apart.grads, apart.params, apart.steps))
             step(name, Lists(grads, params, [[s[i]] for s in apart.states], steps), hyper[i % 2 :][:1])
         assert all(map(same_bits, whole.written(), apart.written())), (name, flags)
         assert [s.item() for s in whole.steps] == [i % 3 * 50 + 1.0 for i in range(len(whole.steps))]
@@ -114,7 +109,7 @@ def test_groups_and_learning_rates_in_tensors_are_one_call(device: torch.device)
 
 #: (type of a parameter, type of what stands beside it): nothing, the parameter itself, a copy, or a remainder.
 BESIDE: list[tuple[torch.dtype, torch.dtype | None]] = [
-    *((F32, None), (F32, BF16), (BF16, torch.int16), (F16, torch.int16), (F32, F16), (BF16, None), (F16, None)),
+    *((F32, None), (F32, BF16), (BF16, torch.int16), (F16, torch.int16), (F32, F16), (BF16, None), (F16, None))
 ]
 
 
@@ -180,9 +175,7 @@ def test_large_tensors_take_the_steps_of_their_pieces(name: str, device: torch.d
     sizes = (32769, 511, 2 * 32768 + 7, 513)
     wanted = plain_lists(name, [(size,) for size in sizes], device, special=True)
     for i, begin in [(i, begin) for i, size in enumerate(sizes) for begin in range(0, size, 5000)]:
-        grads, params, *states = (
-            [column[i][begin : begin + 5000]] for column in (wanted.grads, wanted.params, *wanted.states)
-        )
+        grads, params, *states = ([c[i][begin : begin + 5000]] for c in (wanted.grads, wanted.params, *wanted.states))
         steps = [wanted.steps[i].clone()] if wanted.steps else []
         step(name, Lists(grads, params, states, steps), table(name, 2)[i % 2 :][:1])
     for taken in wanted.steps:
@@ -217,9 +210,7 @@ def test_decision_is_taken_on_the_device(device: torch.device) -> None:
         max_norm, clip_value = (None if norm is None or i % 3 == 0 else 0.5), (None if i % 4 else 0.1)
         learned, tracker = (None if i % 5 else float(i % 2)), i % 4
         numbers = dict(found_inf=found, norm=norm, scale=scale, learned=learned)
-        given: dict[str, Any] = {
-            key: value if value is None else scalar(device, value) for key, value in numbers.items()
-        }
+        given: dict[str, Any] = {key: v if v is None else scalar(device, v) for key, v in numbers.items()}
         state = [scalar(device, count, torch.int32) for count in (tracker, 1)]
         counts = torch.tensor([7, 3, 1], device=device)
         if moves:

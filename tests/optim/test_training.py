@@ -56,9 +56,7 @@ def test_step_is_one_call(setting: str, door: str, kind: str, device: torch.devi
 
 
 # torch's moments have 16 bits at O3
-@pytest.mark.parametrize(
-    ('setting', 'door', 'kind'), [row for row in TRAININGS if 'split' not in row[0] and row[0] != 'O3']
-)
+@pytest.mark.parametrize(('setting', 'door', 'kind'), [t for t in TRAININGS if 'split' not in t[0] and t[0] != 'O3'])
 def test_run_goes_on_with_and_without_library(setting: str, door: str, kind: str, device: torch.device) -> None:
     def part(*indices: int, bad: int, resumed: Any = None) -> dict[str, Any]:
         training = Training(setting, 'wrapper', kind, device)

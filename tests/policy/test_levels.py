@@ -206,9 +206,7 @@ def test_all_conflicts_come_in_one_error() -> None:
     words = dict(cast_model_type='float16', keep_batchnorm_fp32='maybe', master_weights=True, loss_scale=-1)
     words |= dict(num_losses=0, min_loss_scale=8.0, max_loss_scale=4.0, verbosity=9, fp32_ops=['nms', 'torch.sofmax'])
     found = problems('O1', **words)
-    assert sorted(problem.partition('=')[0] for problem in found) == sorted(
-        [*words.keys() - {'max_loss_scale'}, 'fp32_ops']
-    )
+    assert sorted(each.partition('=')[0] for each in found) == sorted([*words.keys() - {'max_loss_scale'}, 'fp32_ops'])
     error = pickle.loads(pickle.dumps(AmpConfigError(found)))
     assert error.problems == found and str(error).startswith(f'{len(found)} conflicts') and '\n  9. ' in str(error)
 
@@ -366,7 +364,7 @@ def test_wrong_names_are_explained() -> None:
     assert unexplained([('O2', {'fp32_ops': [name]}, ['fp32_ops=', *words]) for name, words in WRONG + without]) == []
 
 
-def test_packages_that_fail_to_import_and_functions_named_like_their_module(
+def test_failing_packages_and_functions_named_like_their_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchvision of another build raises RuntimeError; mmcv.ops.nms is a module and a function of its package."""

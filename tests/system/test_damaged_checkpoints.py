@@ -115,10 +115,7 @@ def _another_model(target: Target, dice: random.Random) -> None:
     torch.save({**target.content, 'state_dict': part}, target.damaged)
 
 
-KINDS: dict[str, Callable[[Target, random.Random], None]] = {
-    'bytes': _damage_bytes,
-    'another model': _another_model,
-}
+KINDS: dict[str, Callable[[Target, random.Random], None]] = {'bytes': _damage_bytes, 'another model': _another_model}
 
 
 def attacked(target: Target, files: int, seed: int) -> tuple[Counter[str], list[str]]:

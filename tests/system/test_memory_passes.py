@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ('SGD', 'this package, O2, fused, split masters', 20),
     ],
 )
-def test_bytes_for_each_parameter_are_those_of_the_pages(
-    optimizer: str, name: str, moved: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_for_each_parameter_are_those_of_pages(optimizer: str, name: str, moved: int, monkeypatch: Any) -> None:
     """And no step reads from the device."""
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.step import start

@@ -35,15 +35,10 @@ UNSEEN = [
 
 @pytest.mark.parametrize(
     ('text', 'name'),
-    [
-        *LEFT.items(),
-        *(pytest.param(text, '', marks=pytest.mark.xfail(strict=True, reason='cli')) for text in UNSEEN),
-    ],
+    [*LEFT.items(), *(pytest.param(text, '', marks=pytest.mark.xfail(strict=True, reason='cli')) for text in UNSEEN)],
     ids=[text.splitlines()[-1] for text in [*LEFT, *UNSEEN]],
 )
-def test_what_is_left_is_listed_with_file_and_line(
-    text: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_is_listed(text: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / 'script.py').write_text(text)
     assert main(['migrate', str(tmp_path)]) == 1
     assert re.search(rf'script\.py:\d+: .*{re.escape(name)}', capsys.readouterr().err)

@@ -1,0 +1,365 @@
+"""The precision report: what a model computes in at a level and why, what float16 would lose, and what each level holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from typing_extensions import Unpack
+
+from ..casting import copies
+from ..casting.kept import kept_modules
+from ..casting.modules import class_name, module_device
+from ..casting.roots import is_compiled, unwrap
+from ..errors import AmpConfigError, AmpUsageError, nearest, some
+from ..policy import LEVELS, OPTIONS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
+from ..policy.autocast_lists import FLOAT32, OP_RULES
+from ..policy.fp32_registry import FP32_OPS
+from ..policy.levels import LossScaleConfig
+from ..torch_internals import TorchDispatchMode, graph_task_id
+from .first_bad import line_outside
+from .page import Bytes, Page, Table, percent
+from .recorder import copied_batch
+from .sandbox import sandbox, trainable
+from .step import Pass, Task, check_loss, run_step
+from .watches import Places, numbers, outputs_of
+
+#: What is called outside of the model: a loss function.
+OUTSIDE = '(outside the model)'
+#: Numbers from here on become infinite in float16, and numbers up to there zero.
+_OVERFLOW, _UNDERFLOW = 65520.0, 2.0**-25
+_NO_MATH = (
+    '_local_scalar_dense _to_copy alias clone copy detach empty_like fill full_like lift_fresh new_empty new_empty_strided '
+    'new_full new_ones new_zeros ones_like rand_like randn_like resize set zero zeros_like'
+)
+_KINDS = ('weights', 'outputs', 'gradients')
+_NOTE = (
+    'Of one training step: types of weights and outputs, how many ops computed in 16 bits, and which in FP32; casts and views '
+    'are no ops. In FP32: the largest of weights, outputs and gradients, and what float16 would make infinite or zero; of '
+    'gradients with the first loss scale.'
+)
+
+
+class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what each module of a copy gives and computes in, and how large its numbers are. Syncs after each module.
+
+    Args:
+        model: The copy.
+        scale: The loss scale that gradients count with.
+
+    Attributes:
+        modules: What was noted, by name; :data:`OUTSIDE` is what runs outside of the model. Of each: ``calls``; the elements of
+            its own ``weights`` by type; types of its ``outputs``; how often its ``ops`` ran by type, without modules below;
+            ``ranges`` of weights, outputs and gradients: their number, the largest, how many become infinite or zero.
+    """
+
+    def __init__(self, model: nn.Module, scale: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules: dict[str, dict[str, Any]] = {
+            name: {
+                'name': name,
+                'class': kind,
+                'calls': 0,
+                'weights': Counter(),
+                'outputs': [],
+                'ops': {},
+                'ranges': {},
+            }
+            for name, kind in [*((name, class_name(each)) for name, each in model.named_modules()), (OUTSIDE, '')]
+        }
+        self._scale, self._is_measuring = scale, False
+        # what has a hook: a tensor that several modules hand on counts for the innermost one
+        self._hooked: dict[int, Tensor] = {}
+        self._places = Places(model, self._see)
+        for name, parameter in model.named_parameters():
+            owner = name.rpartition('.')[0]
+            self.modules[owner]['weights'][dtype_name(parameter.dtype)] += parameter.numel()
+            self._measure(owner, 'weights', parameter)
+            self._hook(owner, parameter)
+
+    def _measure(self, name: str, kind: str, tensor: Tensor) -> None:
+        self._is_measuring = True
+        sizes = tensor.detach().abs().float()
+        sizes = sizes[sizes.isfinite()]
+        names = ('elements', 'largest', 'infinite', 'zero')
+        found = self.modules[name]['ranges'].setdefault(kind, dict.fromkeys(names, 0))
+        if sizes.numel():
+            found['largest'] = max(found['largest'], float(sizes.max()))
+            sizes = sizes * (self._scale if kind == 'gradients' else 1.0)
+            found['elements'] += sizes.numel()
+            found['infinite'] += int((sizes >= _OVERFLOW).sum())
+            found['zero'] += int(((sizes > 0) & (sizes <= _UNDERFLOW)).sum())
+        self._is_measuring = False
+
+    def _see(self, name: str, module: nn.Module, value: Any, is_input: bool) -> None:
+        # a checkpointed segment runs again in the backward pass
+        is_first, mine = graph_task_id() == -1, self.modules[name]
+        mine['calls'] += not is_input and is_first
+        for tensor in [] if is_input else numbers(value):
+            if is_first:
+                mine['outputs'] = list(dict.fromkeys([*mine['outputs'], dtype_name(tensor.dtype)]))
+                self._measure(name, 'outputs', tensor)
+            # also of the second run: the graph of the first is gone, where it had one
+            self._hook(name, tensor)
+
+    def _hook(self, name: str, tensor: Tensor) -> None:
+        # a single number is a loss, which no level has in 16 bits
+        if tensor.requires_grad and tensor.dim() and id(tensor) not in self._hooked:
+            self._hooked[id(tensor)] = tensor
+            tensor.register_hook(functools.partial(self._measure, name, 'gradients'))  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name, given = func.overloadpacket.__name__, numbers((args, kwargs))
+        # casts of a level clamp what they round
+        is_cast = line_outside()[0] == copies.__file__ or func.namespace == 'amp_wrapper'
+        is_math = not is_cast and name.rstrip('_') not in _NO_MATH.split() and not func.is_view
+        if given and is_math and not self._is_measuring and graph_task_id() == -1:
+            widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
+            place = self._places.here()[1] if len(self._places.stack) > 1 else OUTSIDE
+            self.modules[place]['ops'].setdefault(dtype_name(widest), Counter())[name] += 1
+        return output
+
+
+class PrecisionReport(Page):
+    """What :func:`report` found. ``print(report)`` shows the tables."""
+
+
+def report(
+    model: nn.Module,
+    example: Any,
+    opt_level: OptLevel = 'O2',
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    *,
+    make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    **overrides: Unpack[PolicyOptions],
+) -> PrecisionReport:
+    """Report what a model computes in at a level and why, what float16 would lose, and the memory of each level.
+
+    One training step is run at each level, on copies: the model, its buffers, gradients and the random generators are as
+    before. The model may be attached already, wrapped in DDP, in training or evaluation mode. Syncs.
+
+    Args:
+        model: Any module; its copies are cast as ``amp.initialize`` does it.
+        example: What the model is called with: a tuple of positional arguments, a dict of keyword arguments, or the one
+            argument. With ``loss_fn``, whatever that takes. Tensors are on the device of the model.
+        opt_level: 'O0' to 'O5'.
+        loss_fn: ``loss_fn(model, example)`` gives the loss, a tensor with one element. Without it, there are no ranges of
+            gradients, and the sum of the outputs stands in for the loss where memory is counted.
+        make_optimizer: ``make_optimizer(model)`` makes an optimizer, whose state is counted. Without it, no state is.
+        **overrides: Options of ``amp.initialize``, such as ``keep_fp32=['head']``.
+
+    Raises:
+        AmpConfigError: An option that does not exist, or a configuration that cannot mean anything.
+        AmpUsageError: A model that is none, or cannot be copied; an example that can be read only once; a loss that is no
+            scalar; a ``make_optimizer`` that makes no optimizer.
+        AmpAttachError: The level cannot be had for this model.
+        Exception: What the model raises in FP32 or at the level.
+
+    Examples:
+        >>> import torch
+        >>> from amp_wrapper import amp
+        >>> found = amp.report(torch.nn.Linear(4, 2), torch.ones(1, 4), opt_level='O5')
+        >>> len(found.json()) > 1000
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise AmpUsageError(f'model={type(model).__name__} must be a torch.nn.Module.')
+    if isinstance(example, Iterator):
+        raise AmpUsageError(
+            f'example={type(example).__name__} can be read once, and is used for several steps: hand over what the model is '
+            f'called with, a tuple of arguments, a dict or one tensor. next(iter(loader)) takes a batch from a data loader.'
+        )
+    check_options(overrides, loss_fn, make_optimizer, ('loss_fn', 'make_optimizer'))
+
+    def run(copied: nn.Module) -> Any:
+        given = copied_batch(example)
+        if loss_fn is not None:
+            return loss_fn(copied, given)
+        if isinstance(given, tuple) and not hasattr(given, '_fields'):
+            return copied(*given)
+        return copied(**given) if isinstance(given, dict) else copied(given)
+
+    policy, title = resolve(opt_level, **overrides), class_name(unwrap(model))
+    return report_on(Task(model, make_optimizer), run, loss_fn is not None, policy, overrides, title)
+
+
+def check_options(overrides: Mapping[str, Any], loss_fn: Any, make_optimizer: Any, others: Iterable[str]) -> None:
+    """Refuse options that do not exist, and what is no function, before anything runs.
+
+    Args:
+        overrides: For :func:`amp_wrapper.policy.resolve`.
+        loss_fn: A function or None.
+        make_optimizer: A function from a model to its optimizer, or None.
+        others: Arguments of the same call, one of which may be meant.
+
+    Raises:
+        AmpConfigError: Names them, and the nearest ones that there are.
+    """
+    known = [*OPTIONS, *others]
+    problems = [f'{each}=... is no option{nearest(each, known)}.' for each in overrides if each not in OPTIONS]
+    if loss_fn is not None and not callable(loss_fn):
+        problems.append(f'loss_fn={type(loss_fn).__name__} must be a function from (model, example) to the loss.')
+    is_class = isinstance(make_optimizer, type)
+    if is_class or (make_optimizer is not None and not callable(make_optimizer)):
+        name = make_optimizer.__name__ if is_class else type(make_optimizer).__name__
+        problems.append(
+            f'make_optimizer={name}{" is the class, and" * is_class} must be a function from a model to its optimizer, such as '
+            f'lambda model: torch.optim.AdamW(model.parameters()).'
+        )
+    if problems:
+        raise AmpConfigError(problems)
+
+
+def report_on(
+    task: Task,
+    run: Callable[[nn.Module], Any],
+    has_loss: bool,
+    policy: Policy,
+    overrides: Mapping[str, Any],
+    title: str,
+) -> PrecisionReport:
+    """Run the steps, and put the report together.
+
+    Args:
+        task: What is run.
+        run: Runs a copy of the model; returns the loss, or what the model gave.
+        has_loss: Whether it returns the loss.
+        policy: The level to report on.
+        overrides: Its options, which the other levels get too, as far as they go with them.
+        title: What the report is about.
+
+    Raises:
+        AmpError: As of :func:`report`.
+    """
+    inner = unwrap(task.model)
+    # names that the model does not have are refused before anything runs
+    kept_modules([('', inner)], policy, without_prefix=True)
+    memory: dict[str, dict[str, Any]] = {}
+    with torch.inference_mode(False):
+        exact = _Trial(task, run, has_loss, resolve('O0'), policy.loss_scale.init_scale)
+        here = _Trial(task, run, has_loss, policy, policy.loss_scale.init_scale)
+        for level in LEVELS:
+            known = {'O0': exact, policy.opt_level: here}.get(level)
+            try:
+                memory[level] = (known or _Trial(task, run, has_loss, resolve(level, **overrides))).memory
+            except Exception as error:
+                # a level that the model, or the device, cannot have: the others can still be told
+                memory[level] = {'error': f'{type(error).__name__}: {error}'.splitlines()[0]}
+    for name, module in here.modules.items():
+        _explain(module, here, policy)
+        ranges = exact.modules[name]['ranges']
+        module['ranges'] = {kind: ranges[kind] for kind in ranges if has_loss or kind != 'gradients'}
+    data = {
+        'title': title,
+        'torch': torch.__version__,
+        'level': policy.opt_level,
+        'policy': policy.describe(),
+        'device': str(module_device(inner)),
+        'mode': 'training' if inner.training else 'evaluation',
+        'compiled': is_compiled(task.model),
+        'optimizer': None if task.make_optimizer is None else here.optimizer,
+        'loss': {'fp32': exact.loss, 'level': here.loss} if has_loss else None,
+        'modules': [module for name, module in here.modules.items() if name != OUTSIDE or module['ops']],
+        'memory': memory,
+    }
+    return _page(data)
+
+
+class _Trial:
+    """One step of a copy at a level; its loss scale is 1, and the step is taken whatever its gradients are: that makes the
+    state of the optimizer. With a ``scale`` its modules are watched."""
+
+    def __init__(
+        self, task: Task, run: Callable[[nn.Module], Any], has_loss: bool, policy: Policy, scale: float | None = None
+    ) -> None:
+        losses: list[Tensor] = []
+        maker = task.make_optimizer or (lambda copied: SGD(trainable([copied]), lr=0.0))
+        unscaled = LossScaleConfig(dynamic=False, init_scale=1.0)
+        taken = dataclasses.replace(policy, loss_scale=unscaled, skip_nonfinite=False)
+        with sandbox(task.model, taken, maker if trainable([task.model]) else None, task.attach) as box:
+            watches = [] if scale is None else [Types(box.model, scale)]
+
+            def begin(copied: nn.Module) -> list[Pass]:
+                result = run(copied)
+                if has_loss:
+                    losses.append(check_loss(result, 'loss_fn(model, example)'))
+                else:
+                    # something to begin a backward pass with
+                    sums = [tensor.float().sum() for tensor in outputs_of(result) if tensor.requires_grad]
+                    losses.extend([torch.stack(sums).sum()] if sums else [])
+                return [[(loss, None)] for loss in losses if loss.requires_grad and box.engine.optimizer is not None]
+
+            self.memory: dict[str, Any] = run_step(box, begin, watches, surrounds=task.surrounds, counts=True).memory
+            self.loss = float(losses[0].detach()) if losses else None
+            self.modules = watches[0].modules if watches else {}
+            self.optimizer = type(box.engine.optimizer).__name__
+            self.kept = {name: box.engine.kept.get(id(module)) for name, module in box.model.named_modules()}
+
+
+def _explain(module: dict[str, Any], here: _Trial, policy: Policy) -> None:
+    """Add which ops of a module run in FP32 at a 16-bit level, and the rule for each; '' where none names it.
+
+    Then it was given FP32 numbers: weights of the level, or what the model itself has cast.
+    """
+    around = [module['name'].rsplit('.', up)[0] for up in range(module['name'].count('.') + 1)]
+    kept = next((why for each in around if (why := here.kept.get(each)) is not None), None)
+    rules = {'fp32_ops': [each.name for each in policy.fp32_ops], 'registry': list(FP32_OPS)}
+    if not policy.casts_model:
+        rules['autocast'] = [name.partition('.')[0] for name, each in OP_RULES.items() if each.rule == FLOAT32]
+    # 'linalg.inv' for torch.linalg.inv, 'softmax' for torch.nn.functional.softmax
+    known = {rule: {n.replace('linalg.', 'linalg_').rpartition('.')[2] for n in names} for rule, names in rules.items()}
+    module['kept'] = None if kept is None else dataclasses.asdict(kept)
+    module['fp32_ops'] = []
+    for op, calls in module['ops'].get('float32', {}).items() if policy.runs_16_bit else ():
+        bare = op.strip('_').removeprefix('native_').removesuffix('_ex').removesuffix('_forward')
+        rule = kept.rule if kept is not None else next((rule for rule, names in known.items() if bare in names), '')
+        module['fp32_ops'].append({'op': op, 'calls': calls, 'rule': rule})
+
+
+def _page(data: dict[str, Any]) -> PrecisionReport:
+    modules: list[list[Any]] = []
+    reasons: dict[str, str] = {}
+    bad: dict[int, str] = {}
+    for each in data['modules']:
+        half = sum(sum(ops.values()) for dtype, ops in each['ops'].items() if dtype.endswith('float16'))
+        fp32 = ', '.join(op['op'] + f' ({op["rule"]})' * bool(op['rule']) for op in each['fp32_ops'])
+        if each['kept'] and fp32:
+            reasons[each['kept']['rule']] = each['kept']['reason']
+        counts = [(kind, each['ranges'][kind], fate) for kind in each['ranges'] for fate in ('infinite', 'zero')]
+        lost = '; '.join(
+            f'{percent(at[fate] / at["elements"])} of {kind} {fate}' for kind, at, fate in counts if at[fate]
+        )
+        if 'infinite' in lost:
+            bad[len(modules)] = 'bad'
+        largest = [each['ranges'][kind]['largest'] if kind in each['ranges'] else None for kind in _KINDS]
+        if each['calls'] or each['ops']:
+            types = [list(each['weights']), each['outputs'], *largest, half]
+            modules.append([each['name'] or '(model)', each['class'], *types, '; '.join(filter(None, (fp32, lost)))])
+    kinds = list(data['memory']['O0'])
+    memory = [
+        [level, *(Bytes(counted[kind]) if kind in counted else None for kind in kinds), counted.get('error', '')]
+        for level, counted in data['memory'].items()
+    ]
+    marks = {row: 'good' for row, level in enumerate(data['memory']) if level == data['level']}
+    note = ' '.join([_NOTE, *(f'{rule}: {reason}.' for rule, reason in reasons.items())])
+    columns = ['module', 'class', 'weights', 'outputs', *(f'max {kind[:-1]}' for kind in _KINDS), '16-bit ops']
+    tables = [
+        Table('Memory of one training step', ['level', *kinds, ''], memory, marks=marks, bars=('total', 'peak')),
+        Table('Modules', [*columns, 'in FP32 (why); lost in float16'], modules, note, bad, is_tree=True),
+    ]
+    facts = {key: str(data[key] or '') for key in ('optimizer', 'device', 'mode', 'torch')}
+    if data['loss'] is not None:
+        facts['loss'] = f'{data["loss"]["level"]:.6g} at {data["level"]}, {data["loss"]["fp32"]:.6g} in FP32'
+    total = data['memory'][data['level']]['total'] / max(data['memory']['O0']['total'], 1)
+    lead = f'{data["policy"]}. A step holds {percent(total)} of the memory of FP32.'
+    large = [each['name'] or '(model)' for each in data['modules'] if each['ranges'].get('outputs', {}).get('infinite')]
+    lead += f' float16 has no room for outputs of {some(large)}.' if large else ''
+    lead += ' The model is compiled, and ran without torch.compile.' if data['compiled'] else ''
+    return PrecisionReport(f'Precision of {data["title"]} at {data["level"]}', lead, facts, tables, [], data)

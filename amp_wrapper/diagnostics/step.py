@@ -1,0 +1,217 @@
+"""Runs one training step on a copy of a model, and counts the bytes that it holds: every tool of this room runs steps here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from ..casting.modules import module_device
+from ..engine import Engine, backward, before_forward, forward_context, take_step
+from ..engine.clipping import GradientClip
+from ..errors import AmpUsageError
+from .sandbox import Attach, Sandbox, attach_whole
+from .watches import storage_key
+
+#: What one backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
+Pass = Sequence[tuple[Tensor, Tensor | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is run, on copies.
+
+    Attributes:
+        model: The original, which is left as it is.
+        make_optimizer: Makes the optimizer of a copy; None for none.
+        attach: Attaches a copy at a level.
+        surrounds: As for :func:`run_step`.
+        clip: How gradients are clipped.
+    """
+
+    model: nn.Module
+    make_optimizer: Callable[[nn.Module], Optimizer] | None = None
+    attach: Attach = attach_whole
+    surrounds: bool = False
+    clip: GradientClip | None = None
+
+
+@dataclasses.dataclass
+class Step:
+    """What one step has shown.
+
+    Attributes:
+        gradients: Of each backward pass, by the name of the parameter; with the loss scale, unless that was taken out.
+        scale: The loss scale of the gradients; 1.0 where it was taken out.
+        skipped: Whether the optimizer's step was skipped.
+        seconds: Of all of it, with the device.
+        memory: Bytes by what they are for; see :func:`count_memory`.
+    """
+
+    gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    scale: float = 1.0
+    skipped: bool = False
+    seconds: float = 0.0
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def run_step(
+    box: Sandbox,
+    run: Callable[[nn.Module], Sequence[Pass]],
+    watches: Iterable[AbstractContextManager[Any]] = (),
+    *,
+    surrounds: bool = False,
+    updates: bool = True,
+    clip: GradientClip | None = None,
+    counts: bool = False,
+) -> Step:
+    """Run the forward pass, the backward passes and the optimizer's step of a copy. Syncs.
+
+    Args:
+        box: The copy. Its gradients are cleared at the end.
+        run: Runs the forward pass of the copy, and returns what backward passes begin with.
+        watches: Entered around the forward and backward passes.
+        surrounds: Whether the engine surrounds ``run``, as mmengine's wrapper does; with ``amp.initialize``, the model does it.
+        updates: Whether the optimizer steps; gradients are not kept then.
+        clip: How gradients are clipped before that.
+        counts: Whether to count memory, which takes time.
+    """
+    found, engine, device = Step(), box.engine, module_device(box.model)
+    saved = SavedBytes(box.model)
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    before_forward(engine, box.model)
+    with ExitStack() as stack:
+        for watch in watches:
+            stack.enter_context(watch)
+        with saved if counts else nullcontext(), forward_context(engine, box.model) if surrounds else nullcontext():
+            passes = run(box.model)
+        for number, each in enumerate(passes, 1):
+            _backward(box, each, found, number < len(passes), not updates)
+    if updates and passes and engine.optimizer is not None:
+        found.skipped = take_step(engine, clip).was_skipped()
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    found.seconds = time.perf_counter() - began
+    if counts:
+        found.memory = count_memory(box.model, engine, saved.total)
+        if device.type == 'cuda':
+            found.memory['peak'] = torch.cuda.max_memory_allocated(device)
+    if engine.optimizer is not None:
+        engine.zero_grad()
+    # autocast keeps its casts of weights until the outermost block ends, which is that around the copy
+    torch.clear_autocast_cache()
+    return found
+
+
+def _backward(box: Sandbox, pairs: Pass, found: Step, retains: bool, keeps: bool) -> None:
+    """Run one backward pass."""
+    engine, scaler = box.engine, box.engine.scales.scalers[0]
+    found.scale = 1.0 if scaler.is_one else scaler.get_scale()
+    if pairs and pairs[0][1] is None:
+        backward(engine, pairs[0][0], retain_graph=retains)
+        at_hand = engine.gradients_at_hand() if keeps else []
+        found.gradients.append({name: gradient for name, _, gradient, _ in at_hand})
+        found.scale = 1.0 if any(is_unscaled for *_, is_unscaled in at_hand) else found.scale
+        return
+    if pairs:
+        torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs], retain_graph=retains)
+    found.gradients.append({name: p.grad for name, p in box.model.named_parameters() if p.grad is not None})
+    for parameter in box.model.parameters():
+        parameter.grad = None
+
+
+def check_loss(loss: Any, function: str = 'loss_fn(model, batch)') -> Tensor:
+    """Return a loss as a scalar.
+
+    Raises:
+        AmpUsageError: It is no floating tensor of one element.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        given = f'a tensor of shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__
+        raise AmpUsageError(f'{function} gave {given}: it must give the loss, a floating tensor of one element.')
+    return loss.reshape(())
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class SavedBytes:
+    """Counts what a forward pass keeps for the backward pass. Memory that is kept twice counts once.
+
+    Weights and buffers of the model do not count: they are there anyway. Casts of weights that autocast makes do.
+
+    Args:
+        model: Whose forward pass it is.
+
+    Attributes:
+        total: Bytes that were kept.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.total = 0
+        self._seen = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        # nobody else may get this memory while it counts
+        self._held: list[Tensor] = []
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if tensor.layout is torch.strided and key not in self._seen:
+            self._seen.add(key)
+            self._held.append(tensor.detach())
+            self.total += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._held.clear()
+
+
+def count_memory(model: nn.Module, engine: Engine, activations: int) -> dict[str, int]:
+    """Count the bytes that a model and its optimizer hold now. No host read.
+
+    Args:
+        model: Attached.
+        engine: Its engine.
+        activations: What a forward pass keeps, of :class:`SavedBytes`.
+
+    Returns:
+        ``weights`` that the model computes with; ``buffers``; ``masters``, or the int16 remainders of split ones;
+        ``optimizer_state``, which most optimizers have after their first step alone; ``gradients``, one for each weight that is
+        trained; ``activations``; and their ``total``, about the peak of a step.
+    """
+    parameters = list(model.parameters())
+    own = set(map(id, parameters))
+    masters: list[Tensor] = []
+    state: list[Any] = []
+    if engine.optimizer is not None:
+        lists = engine.params.lists()
+        beside = [each for pair in zip(lists.parameters, lists.copies) for each in pair]
+        masters = [each for each in beside if each is not None and id(each) not in own]
+        state = [value for values in engine.optimizer.state.values() for value in values.values()]
+    found = {
+        'weights': _bytes_of(parameters),
+        'buffers': _bytes_of(model.buffers()),
+        'masters': _bytes_of(masters),
+        'optimizer_state': _bytes_of(value for value in state if isinstance(value, Tensor)),
+        'gradients': sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        'activations': activations,
+    }
+    return {**found, 'total': sum(found.values())}
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -1,0 +1,311 @@
+"""Tries the levels on copies of a model, one after the other, and recommends one."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from ..casting.kept import kept_modules
+from ..casting.modules import module_device
+from ..casting.roots import is_compiled, unwrap
+from ..errors import AmpConfigError, AmpUsageError
+from ..optim import FusedAdamW
+from ..policy import LEVELS, OptLevel, PolicyOptions, dtype_name, resolve
+from ..policy.levels import LEVEL_TABLE
+from ..policy.options import Option, is_whole
+from .page import Page, Table, percent
+from .report import check_options
+from .sandbox import isolated, trainable
+from .step import Task
+from .try_levels import (
+    WARM_UP,
+    Training,
+    Tried,
+    choose,
+    judge,
+    keep_what_overflows,
+)
+
+#: Of the optimizer that is taken where none is given.
+DEFAULT_LR = 1e-3
+_OPTIONS = {
+    'steps': Option(20, (lambda value: is_whole(value, WARM_UP + 2),), f'a whole number of at least {WARM_UP + 2}'),
+    'seed': Option(0, (lambda value: is_whole(value, None),), 'a whole number'),
+    'prefer': Option('speed', ('speed', 'memory')),
+    'loss_fn': Option(None, (callable,), 'a function from (model, batch) to the loss'),
+}
+
+
+@dataclasses.dataclass
+class LevelSuggestion(Page):
+    """A recommended level, and why. ``print`` shows it as text.
+
+    Attributes:
+        level: 'O0' to 'O5'; None where it was interrupted before enough was known.
+        keep_fp32: Modules to keep in FP32, by qualified name or class, beside those that were given.
+        reason: In words.
+        config: The line of an mmengine config, without the optimizer; a comment where there is no level.
+        script: The line of a script with :mod:`amp_wrapper.amp`.
+    """
+
+    level: OptLevel | None
+    keep_fp32: tuple[str, ...]
+    reason: str
+    config: str
+    script: str
+
+
+def suggest_level(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batches: Iterable[Any],
+    make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    levels: Sequence[OptLevel] | None = None,
+    steps: int = 20,
+    seed: int = 0,
+    progress: bool = True,
+    prefer: str = 'speed',
+    **overrides: Unpack[PolicyOptions],
+) -> LevelSuggestion:
+    """Try the levels one after the other on copies of a model, and recommend one. Syncs.
+
+    Each level takes the same steps, with the same batches and the same random numbers, beginning with FP32 (O0). What is
+    measured: the time of a step, memory, skipped steps, how far loss and first gradients are from FP32, and where float16
+    overflows. A few modules that overflow are put into ``keep_fp32``. Ctrl-C ends it early with what is known by then.
+
+    ```python
+    found = amp.suggest_level(model, lambda model, batch: criterion(model(batch[0]), batch[1]), loader)
+    print(found)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=found.level, keep_fp32=list(found.keep_fp32))
+    ```
+
+    Args:
+        model: On its device, with the weights that training begins with. It may be attached already. Nothing of it changes.
+        loss_fn: From (model, batch) to the loss, a floating scalar with its graph. It has to call the model that it is given, a
+            copy, and to bring the batch to its device.
+        batches: A list or any other iterable, a data loader say. As many as ``steps`` are taken from it; they are copied before
+            use. With two or more, errors of gradients are compared with the differences between batches.
+        make_optimizer: From a model to its optimizer. ``FusedAdamW`` with a learning rate of 1e-3 where None, which the result
+            says.
+        levels: Those that may be recommended, all by default.
+        steps: Of each level; the first two are not timed. At least 4.
+        seed: Of the random generators inside; those outside are as before.
+        progress: Whether a line on stderr says what runs, where that is a terminal.
+        prefer: 'speed' or 'memory': what the recommended level should save on the device of the model.
+        **overrides: Options for all levels, as for ``amp.initialize``: ``loss_scale``, ``keep_fp32``, ``master_weights`` and
+            others. A level that they conflict with is not tried.
+
+    Returns:
+        The recommendation, with everything that was measured.
+
+    Raises:
+        AmpConfigError: An impossible argument, or one that does not exist; overrides that go with none of the levels. Nothing
+            has been run.
+        AmpUsageError: No batch, or batches that cannot be read; a ``make_optimizer`` that makes no optimizer; a ``loss_fn``
+            that returns no loss, does not use the model that it is given, or gives a loss in FP32 that is not finite.
+        CannotCopyError: A model that cannot be copied.
+    """
+    words: dict[str, Any] = {'levels': levels, 'steps': steps, 'seed': seed, 'prefer': prefer, 'progress': progress}
+    return suggest(Task(model, make_optimizer), loss_fn, batches, overrides, **words)
+
+
+def suggest(
+    task: Task,
+    loss_fn: Any,
+    batches: Iterable[Any],
+    overrides: Mapping[str, Any],
+    levels: Any,
+    optimizer_name: str = 'as given',
+    progress: bool = True,
+    **options: Any,
+) -> LevelSuggestion:
+    """Recommend a level as :func:`suggest_level` does, for what an integration trains.
+
+    Args:
+        task: What is trained, and how.
+        loss_fn, batches, overrides, levels, progress: As there.
+        optimizer_name: What the result calls the optimizer.
+        **options: ``steps``, ``seed`` and ``prefer``, as there.
+    """
+    model, problems = task.model, []
+    if not isinstance(model, nn.Module):
+        raise AmpConfigError([f'model={type(model).__name__} must be a torch.nn.Module.'])
+    allowed = LEVELS if levels is None else [levels] if isinstance(levels, str) else levels
+    if not isinstance(allowed, Iterable) or not (allowed := list(allowed)) or not set(allowed) <= set(LEVELS):
+        problems.append(f'levels={levels!r} must be a list of {", ".join(LEVELS)}, such as ["O0", "O2", "O5"].')
+    options['loss_fn'] = loss_fn
+    read = {name: option.read(name, options[name], problems) for name, option in _OPTIONS.items()}
+    if not trainable([model]):
+        problems.append('model has no parameter that requires a gradient: there is nothing to train.')
+    if problems:
+        raise AmpConfigError(problems)
+    others = ('levels', 'make_optimizer', 'prefer', 'progress', 'seed', 'steps')
+    check_options(overrides, None, task.make_optimizer, others)
+    inner = unwrap(model)
+    levels = [each for each in LEVELS if each in allowed and each != 'O0']
+    found = [Tried('O0', resolve('O0')), *_resolve(levels, overrides)]
+    for each in found:
+        if each.policy is not None:
+            # names that the model does not have are refused
+            kept_modules([('', inner)], each.policy, without_prefix=True)
+    with isolated():
+        taken = _take(batches, int(read['steps']))
+    if task.make_optimizer is None:
+        optimizer_name = f'FusedAdamW with a learning rate of {DEFAULT_LR:g}, since none was given'
+    task = dataclasses.replace(task, model=inner, make_optimizer=task.make_optimizer or _default_optimizer)
+    tell = _tell if progress and sys.stderr.isatty() else str
+    training = Training(task, loss_fn, taken, int(read['seed']), int(read['steps']), tell)
+    is_interrupted = False
+    try:
+        for tried in found:
+            if tried.policy is not None:
+                training.try_level(tried)
+        for tried in list(found):
+            if keep := keep_what_overflows(training, tried, found[0]):
+                found.append(Tried(tried.level, tried.policy, keep))
+                training.try_level(found[-1])
+    except KeyboardInterrupt:
+        is_interrupted = True
+    tell('')
+    for tried in (each for each in found if each.is_known):
+        judge(tried, found[0], read['prefer'], inner)
+    device = module_device(inner)
+    facts = {
+        'prefer': read['prefer'],
+        'device': f'{device} ({torch.cuda.get_device_name(device)})' if device.type == 'cuda' else str(device),
+        'torch': torch.__version__,
+        'optimizer': optimizer_name,
+        'steps': training.steps,
+        'batches': len(taken),
+        'seed': training.seed,
+        'compiled': is_compiled(model),
+        'interrupted': is_interrupted,
+        'not_tried': [each.level for each in found if each.level in allowed and not each.is_known],
+        'overrides': {name: _plain(value) for name, value in overrides.items()},
+        'difference_of_batches': found[0].noise,
+    }
+    return _page(found, choose(found, read['prefer'], allowed), facts)
+
+
+def _tell(text: str) -> None:
+    """Write over the line on stderr that says what runs."""
+    print(f'\r\x1b[K{text[:100]}', end='', file=sys.stderr, flush=True)
+
+
+def _default_optimizer(model: nn.Module) -> Optimizer:
+    return FusedAdamW(trainable([model]), lr=DEFAULT_LR)
+
+
+def _resolve(levels: Sequence[OptLevel], overrides: Mapping[str, Any]) -> list[Tried]:
+    """Return the levels, each with its configuration, or with why it cannot be had."""
+    found: list[Tried] = []
+    error: AmpConfigError | None = None
+    for level in levels:
+        try:
+            policy = resolve(level, **overrides)
+        except AmpConfigError as caught:
+            found.append(Tried(level, reasons=[('cannot', str(caught))]))
+            error = caught
+            continue
+        if policy.num_losses != 1 or not policy.enabled:
+            names = [name for name in ('num_losses', 'enabled') if name in overrides]
+            raise AmpConfigError([f'{name}={overrides[name]!r} cannot be tried: leave it out.' for name in names])
+        # how long a row of skipped steps is allowed to be is not asked here
+        found.append(Tried(level, dataclasses.replace(policy, max_consecutive_skips=None)))
+    if error is not None and all(each.reasons for each in found):
+        raise error
+    return found
+
+
+def _take(batches: Iterable[Any], count: int) -> list[Any]:
+    kind = type(batches).__name__
+    # the keys of a dict are no batches
+    if isinstance(batches, (str, Mapping)) or not (hasattr(batches, '__iter__') or hasattr(batches, '__getitem__')):
+        raise AmpConfigError([f'batches={kind} must be a list or another iterable of batches: one batch is [batch].'])
+    try:
+        found = list(islice(batches, count))
+    except Exception as error:
+        # data sets are programs of others
+        words = f'{type(error).__name__}: {" ".join(str(error).split())}'
+        raise AmpUsageError(f'batches={kind} cannot be read ({words}).') from error
+    if not found:
+        raise AmpUsageError('batches is empty: at least one batch is needed, and two are better.')
+    return found
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _page(found: Sequence[Tried], best: Tried | None, facts: dict[str, Any]) -> LevelSuggestion:
+    level, keep = (None, ()) if best is None else (best.level, best.keep_fp32)
+    words: dict[str, Any] = {'opt_level': level, **facts['overrides']}
+    if keep:
+        given = words.get('keep_fp32') or ()
+        words['keep_fp32'] = [*([given] if isinstance(given, str) else given), *keep]
+    settings = ', '.join(f'{name}={value!r}' for name, value in words.items())
+    config = f"optim_wrapper = dict(type='amp_wrapper.AmpOptimWrapper', {settings})" if level else '# no level'
+    script = f'model, optimizer = amp.initialize(model, optimizer, {settings})' if level else '# no level'
+    rows: list[list[Any]] = []
+    marks: dict[int, str] = {}
+    entries: list[dict[str, Any]] = []
+    for each in found:
+        known = 'suits' if each.is_known else 'not tried'
+        verdict = '; '.join([text for _, text in each.reasons] or each.remarks) or known
+        if each is best:
+            marks[len(rows)] = 'good'
+            verdict = 'recommended' if verdict == 'suits' else f'recommended; {verdict}'
+        name = f'{each.level} keep_fp32={list(each.keep_fp32)}' if each.keep_fp32 else each.level
+        error = None if each.error is None else percent(each.error)
+        skips = each.skips if each.is_known else None
+        rows.append([name, each.time, each.memory_ratio, skips, each.loss_scale, error, verdict])
+        entry = {key: value for key, value in vars(each).items() if key not in ('policy', 'gradients', 'overflow')}
+        entries.append({**entry, 'tried': each.is_known, 'suits': each.suits, 'recommended': each is best})
+    head = ['level', 'time', 'memory', 'skipped', 'loss scale', 'gradients', 'verdict']
+    note = 'Time and memory are ratios to FP32 (O0). Gradients: their relative error at the first weights, over the modules.'
+    shown = {key: str(facts[key]) for key in ('optimizer', 'steps', 'batches', 'device', 'torch')}
+    if facts['compiled']:
+        shown['compiled'] = 'Each level ran without torch.compile, which changes times and memory of a step.'
+    reason = _reason(found, best, facts)
+    title = f'Recommended level: {level}' if level else 'No level can be recommended'
+    data = {'level': level, 'keep_fp32': list(keep), 'reason': reason, **facts, 'levels': entries}
+    tables = [Table('Levels', head, rows, note, marks, ('time', 'memory'))]
+    lines = [config, script] if level else []
+    return LevelSuggestion(title, reason, shown, tables, lines, data, level, keep, reason, config, script)
+
+
+def _reason(found: Sequence[Tried], best: Tried | None, facts: Mapping[str, Any]) -> str:
+    """Say why the chosen level is the one to take, or why there is none."""
+    missing = f'; not tried: {", ".join(facts["not_tried"])}' if facts['not_tried'] else ''
+    early = f'Interrupted{missing}. ' if facts['interrupted'] else ''
+    if best is None:
+        return f'{early}No level can be recommended.'
+    if best.level == 'O0':
+        what, other = ('time', 'memory') if facts['prefer'] == 'speed' else ('memory', 'speed')
+        why = f"no level that suits saves a tenth of the {what} on this device; prefer='{other}' asks for {other}."
+        fits = any({kind for kind, _ in each.reasons} <= {'slow'} for each in found[1:] if each.is_known)
+        return f'{early}O0 (FP32 training): {why if fits else "no other level that was tried suits."}'
+    text = f'{LEVEL_TABLE[best.level].describe()}.'
+    for name, ratio in (('memory', best.memory_ratio), ('time', best.time)):
+        if ratio is not None:
+            text += f' It takes {f"{percent(ratio)} of" if ratio < 1.005 else f"{ratio:.3g} times"} the {name} of FP32.'
+    if best.loss_off is not None:
+        text += f' After {len(best.losses)} steps its loss is {best.loss_off:.2g} off that of FP32.'
+    if best.keep_fp32:
+        text += f' Without {", ".join(map(repr, best.keep_fp32))} in FP32, it overflows.'
+    return early + text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.__name__ if callable(value) else value

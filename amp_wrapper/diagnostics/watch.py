@@ -1,0 +1,378 @@
+"""Watches the steps of an optimizer while it trains: why steps are skipped, and on request how large gradients are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.engine import Engine, StepObserver
+from ..engine.flags import SKIP, LateRead, StepResult
+from ..errors import AmpConfigError, logger
+from ..policy import dtype_name
+from ..policy.nested import HALF_TYPES
+from ..policy.options import Option, is_count
+from ..shards import is_sharded, local, rank
+from .overflow import Diagnosis, diagnose, judge_watched
+from .page import finite
+from .ranges import BIAS, BINS, NONFINITE, Ranges, count
+from .recorder import Recorder, StepRecord
+from .replay import Replayer
+from .sandbox import Attach
+from .watches import NonfiniteWatch, is_bad
+
+#: Reports of one training.
+MOST_REPORTS = 10
+#: Skips in a row that a loss scale which falls may take without a report: 2**16 falls to 1 in so many.
+MOST_FALLS = 16
+#: Is given the iteration and numbers by name.
+Log = Callable[[int, dict[str, Any]], object]
+#: A block around each examination, which keeps what a copy of a model writes to other places from them.
+Around = Callable[[], AbstractContextManager[None]]
+_STEPS = Option(None, (is_count, None), 'a whole number of steps, at least 1, or None')
+_OPTIONS = {'interval': _STEPS, 'ranges_interval': _STEPS, 'diagnose_overflow': Option(True, (True, False))}
+
+
+def read_options(**given: Any) -> dict[str, Any]:
+    """Check what ``amp.monitor`` and ``AmpMonitorHook`` take alike.
+
+    Raises:
+        AmpConfigError: All that are wrong, in one message.
+    """
+    problems: list[str] = []
+    found = {name: option.read(name, given[name], problems) for name, option in _OPTIONS.items()}
+    if problems:
+        raise AmpConfigError(problems)
+    return found
+
+
+class SkippedSteps(StepObserver):
+    """Records the steps of one engine, runs a skipped one again, and says why it was not finite.
+
+    A step keeps references to the arguments of its forward calls and to the gradients at the outputs of the model, and the
+    states of the random generators. On a GPU the flag of a step is read when the next one is due: the device is not waited for.
+    That a dynamic loss scale falls is no fault, and not reported: a step that would have been finite without a loss scale.
+
+    Args:
+        models: Those whose parameters the engine steps, not wrapped.
+        attach: Attaches a copy of the model; of several, a copy of an ``nn.ModuleList`` of them.
+        publish: Is given each diagnosis; returns where it was written, or ''.
+        around: Surrounds each examination.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], attach: Attach, publish: Callable[[Diagnosis], str], around: Around
+    ) -> None:
+        # holds them all under the names that the recorder gives
+        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._attach, self._publish, self._around = attach, publish, around
+        self._recorder: Recorder | None = Recorder(models)
+        self._pending: tuple[StepRecord, LateRead] | None = None
+        self._reports_left = MOST_REPORTS
+        # in a row: for a fault, and since a dynamic loss scale falls
+        self._skips = self._falls = 0
+        # of the present row of skips; '' when a step is taken
+        self._explanation = ''
+        # where no copy of the model can be run
+        self._live: NonfiniteWatch | None = None
+
+    def close(self) -> None:
+        """Record nothing any more."""
+        for watch in (self._recorder, self._live):
+            if watch is not None:
+                watch.remove()
+        self._recorder = self._live = self._pending = None
+
+    def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
+        """Record a loss that is about to be scaled."""
+        if self._recorder is not None:
+            self._read_flag(engine, wait=False)
+            self._recorder.see_loss(engine, loss, loss_id)
+
+    def before_step(self, engine: Engine) -> None:
+        """Read how the last step went: weights are still those of that step, so it can be run again now at the latest."""
+        self._read_flag(engine, wait=True)
+
+    def after_step(self, engine: Engine, result: StepResult) -> None:
+        """Look at a step that was taken or skipped, when its flag has reached the host."""
+        record = StepRecord() if self._recorder is None else self._recorder.next_step()
+        if result.skipped is not None or result.info is None:
+            self._take(engine, record, bool(result.skipped))
+        elif record.calls or record.losses:
+            self._pending = record, LateRead(result.info[SKIP : SKIP + 1].clone())
+            self._read_flag(engine, wait=False)
+
+    def explain_streak(self, engine: Engine) -> str:
+        """Return the cause of a row of skips that is too long, found now where it is not known yet."""
+        if not self._explanation and self._recorder is not None:
+            self._report(engine, self._recorder.step)
+        return self._explanation
+
+    def _read_flag(self, engine: Engine, wait: bool) -> None:
+        if self._pending is not None and (wait or self._pending[1].is_there):
+            (record, read), self._pending = self._pending, None
+            self._take(engine, record, read.wait()[0] > 0)
+
+    def _take(self, engine: Engine, record: StepRecord, skipped: bool) -> None:
+        if not skipped:
+            self._skips = self._falls = 0
+            self._explanation = ''
+            if self._live is not None:
+                self._live.take()
+        elif self._falls_by_itself(engine, record):
+            self._falls += 1
+        else:
+            self._skips += 1
+            # the first ones of a row, and then ever fewer. Without a loss nothing was recorded yet
+            if record.losses and self._reports_left and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
+                self._reports_left -= 1
+                self._report(engine, record)
+        record.clear()
+
+    def _falls_by_itself(self, engine: Engine, record: StepRecord) -> bool:
+        """Return whether a dynamic loss scale was too large for the step, which is finite without it. Syncs."""
+        may_fall = engine.scales.is_dynamic and self._falls < MOST_FALLS and self._reports_left
+        if not may_fall or not record.losses or any(is_bad(loss.value) for loss in record.losses):
+            return False
+        # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale
+        has_nan = any(bool(gradient.isnan().any()) for gradient in record.gradients)
+        replayer = Replayer(record, self._model, engine.policy, self._attach, judges_losses=has_nan)
+        with self._around():
+            is_finite = replayer.without_scale().finite
+        return self._falls < 3 if is_finite is None else is_finite
+
+    def _report(self, engine: Engine, record: StepRecord) -> None:
+        try:
+            with self._around():
+                found = self._find(engine, record)
+            path = self._publish(found)
+        except Exception as error:
+            # whatever goes wrong here, the training goes on
+            logger.warning(f'amp: the skipped step could not be examined ({type(error).__name__}: {error})')
+            return
+        self._explanation = ' '.join(part for part in (found.text, found.advice, path and f'Report: {path}.') if part)
+        if engine.policy.verbosity >= 1:
+            name = f'{engine.label}: ' if engine.label else ''
+            logger.warning(f'amp: {name}why a step was skipped: {self._explanation}')
+
+    def _find(self, engine: Engine, record: StepRecord) -> Diagnosis:
+        if self._live is not None:
+            return judge_watched(self._live.take(), record, engine)
+        found = diagnose(record, self._model, engine, self._attach)
+        if not record.calls and not record.unseen:
+            # it would be the same each time
+            self._reports_left = 0
+        elif found.cause == 'not_reproduced' and self._recorder is not None:
+            self._recorder.watch_children()
+        elif found.cause == 'not_replayed':
+            self._live = NonfiniteWatch(self._model, trains=True)
+            found.text += (
+                ' From now on its modules are watched while it trains: see the report of the next skipped step.'
+            )
+            self._reports_left += 1
+        return found
+
+
+class TrainingWatch(StepObserver):
+    """Examines the skipped steps of an optimizer, and measures some of its steps; made by :func:`amp_wrapper.amp.monitor`.
+
+    The numbers of a step: ``amp_grad_subnormal``, the share of gradient elements other than zero that are below the normal
+    range of float16, and ``amp_grad_peak``, the largest one in powers of two from the largest number of float16, both with the
+    loss scale and where the level computes in float16; ``amp_scale``; ``amp_skipped``, the steps that were skipped so far. They
+    are computed on the device, and read late. Counts per layer are read at once.
+
+    Args:
+        engine: Of the optimizer; None watches nothing.
+        models: Those whose parameters it steps, not wrapped.
+        attach: Attaches copies of them, as for :class:`SkippedSteps`.
+        options: Of :func:`read_options`.
+        logs: Each is given the numbers; its name is for a warning where it fails.
+        folder: Of ``amp_ranges.jsonl``; None writes none.
+        reports: Folder in which ``amp_diagnosis`` has the reports; None writes none.
+        name: Of the optimizer, for the names of files, where there are several.
+        around: As for :class:`SkippedSteps`.
+
+    Attributes:
+        diagnoses: What was found out about skipped steps.
+        iteration: The present one, counted from 1: the number of the step, unless :meth:`begin` says which it is.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        models: Sequence[nn.Module],
+        attach: Attach,
+        options: Mapping[str, Any],
+        logs: Mapping[str, Log],
+        folder: Path | None = None,
+        reports: Path | None = None,
+        name: str = '',
+        around: Around = nullcontext,
+    ) -> None:
+        self.diagnoses: list[Diagnosis] = []
+        self.iteration = 0
+        self._engine, self._options, self._logs, self._reports, self._name = engine, options, logs, reports, name
+        self._ranges = folder and folder / f'{name}_amp_ranges.jsonl'.removeprefix('_')
+        self._facts: dict[str, Any] = {}
+        # iteration and facts of the last step: what is told of it comes late
+        self._last: tuple[int, dict[str, Any]] = 0, {}
+        self._counts_steps = True
+        # numbers, and counts per layer
+        self._is_due = {'interval': False, 'ranges_interval': False}
+        self._row: list[Tensor] = []
+        self._latest: dict[str, Any] = {}
+        self._failed: set[str] = set()
+        self._waiting: list[tuple[int, LateRead]] = []
+        self._skipped: SkippedSteps | None = None
+        if engine is not None:
+            if options['diagnose_overflow'] and engine.scales.check and models:
+                self._skipped = SkippedSteps(models, attach, self._publish, around)
+            # the flag of the last step is read before this step has its iteration
+            engine.observers += [self] if self._skipped is None else [self._skipped, self]
+
+    def begin(self, iteration: int, **facts: Any) -> None:
+        """Say which iteration comes. While gradients are accumulated, the next step that is taken is measured.
+
+        Args:
+            iteration: Counted from 1.
+            **facts: What else belongs to a report.
+        """
+        self.iteration, self._facts, self._counts_steps = iteration, facts, False
+        for name in self._is_due:
+            interval = self._options[name]
+            self._is_due[name] |= interval is not None and (iteration == 1 or iteration % interval == 0)
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers of the last measured step, by name; empty before the first. Syncs, where they are on their way."""
+        self._hand_on(wait=True)
+        return dict(self._latest)
+
+    def close(self) -> None:
+        """Write what is left, and watch no longer. Syncs."""
+        self._hand_on(wait=True)
+        # they hold the model
+        engine, skipped, self._engine, self._skipped = self._engine, self._skipped, None, None
+        if engine is not None:
+            # the list may be in use: a log function may close
+            engine.observers = [each for each in engine.observers if each not in (self, skipped)]
+        if skipped is not None:
+            skipped.close()
+
+    def __enter__(self) -> TrainingWatch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- numbers -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_step(self, engine: Engine) -> None:
+        """Measure gradients, where the step is due."""
+        if self._counts_steps:
+            self.begin(self.iteration + 1)
+            self._counts_steps = True
+        self._last = self.iteration, self._facts
+        self._row = self._measure(engine) if any(self._is_due.values()) else []
+
+    @torch.no_grad()
+    def after_step(self, engine: Engine, result: StepResult) -> None:
+        """Begin to read what was measured, and hand on what has reached the host."""
+        if self._is_due['interval'] and not rank():
+            row = [*self._row, engine.scales.first.current_scale, engine.scales.steps.counts[1]]
+            self._waiting.append(
+                (self.iteration, LateRead(torch.stack([each.to(engine.device).double() for each in row])))
+            )
+        self._is_due, self._row = dict.fromkeys(self._is_due, False), []
+        self._hand_on(wait=False)
+
+    def _hand_on(self, wait: bool) -> None:
+        """Hand on what has reached the host, or all of it."""
+        names = ('amp_skipped', 'amp_scale', 'amp_grad_peak', 'amp_grad_subnormal')
+        while self._waiting and (wait or self._waiting[0][1].is_there):
+            iteration, row = self._waiting.pop(0)
+            found = dict(zip(names, reversed(row.wait())))
+            self._latest = {name: found[name] for name in reversed(found) if math.isfinite(found[name])}
+            for name, log in self._logs.items():
+                self._call(name, log, iteration, dict(self._latest))
+
+    def _call(self, name: str, log: Log, iteration: int, values: dict[str, Any]) -> None:
+        """Call a log; the first failure of each is warned of."""
+        try:
+            log(iteration, values)
+        except Exception as error:
+            if name not in self._failed:
+                text = f'{type(error).__name__}: {" ".join(str(error).split())}'
+                logger.warning(f'amp: {name} failed at step {iteration} ({text}). The training goes on.')
+            self._failed.add(name)
+
+    def _measure(self, engine: Engine) -> list[Tensor]:
+        """Return subnormal share and peak, float64 scalars on the device of the gradients; nothing where there are none."""
+        dtype, casts = engine.policy.half_type, engine.policy.casts_model
+        has_ranges = self._ranges is not None and self._is_due['ranges_interval']
+        if dtype is None or not (has_ranges or dtype is torch.float16):
+            return []
+        # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
+        found = [
+            (name, weight, gradient, is_unscaled)
+            for name, weight, gradient, is_unscaled in engine.gradients_at_hand()
+            if not gradient.is_sparse and (not casts or weight.dtype in HALF_TYPES or is_sharded(weight))
+        ]
+        if not found or len({gradient.device for _, _, gradient, _ in found}) > 1:
+            return []
+        names, weights, gradients, (is_unscaled, *_) = zip(*found)
+        rows = count(local(gradients))
+        scale = engine.scales.first.current_scale.to(rows)
+        if self._ranges is not None and has_ranges and not rank():
+            known = {'dtype': dtype_name(dtype), 'loss_scale': float(scale), 'without_scale': is_unscaled}
+            for kind, counted in (
+                ('gradients', rows),
+                ('weights', count(local([weight.detach() for weight in weights]))),
+            ):
+                known[kind] = {name: Ranges.read(row).plain() for name, row in zip(names, counted.tolist())}
+            self._call(self._ranges.name, LinesFile(self._ranges), self.iteration, known)
+        if dtype is not torch.float16:
+            return []
+        totals = engine.params.layout.exchange(rows[:, :NONFINITE].sum(0))
+        peak = engine.params.layout.exchange(rows[:, BINS].max().reshape(1), greatest=True)[0]
+        # the loss scale moves each element by as many powers
+        scale = scale if is_unscaled else torch.ones_like(scale)
+        powers = torch.arange(NONFINITE, device=rows.device) - BIAS + torch.log2(scale)
+        # float16 is normal from 2 ** -14 on
+        return [totals[powers < -14].sum() / totals.sum(), torch.log2(peak * scale / torch.finfo(dtype).max)]
+
+    # -- what was found ----------------------------------------------------------------------------------------------
+
+    def _publish(self, found: Diagnosis) -> str:
+        """Write a diagnosis as a page and as JSON; returns the path of the page, or ''."""
+        self.diagnoses.append(found)
+        # one report of a cause that is elsewhere is enough
+        if self._reports is None or (rank() and found.cause == 'not_reproduced'):
+            return ''
+        iteration, more = self._last
+        stem = '_'.join(filter(None, (f'iter_{iteration}', self._name, f'rank{rank()}' if rank() else '')))
+        facts = {'iteration': iteration, **more, 'rank': rank()}
+        page = found.page(**facts, **({'optimizer': self._name} if self._name else {}))
+        try:
+            return str(page.write(self._reports / 'amp_diagnosis', stem)[0])
+        except OSError as error:
+            logger.warning(f'amp: the report on a skipped step could not be written ({error})')
+            return ''
+
+
+class LinesFile:
+    """A log that writes lines of JSON to a file, which is made where it is missing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, iteration: int, values: Mapping[str, Any]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open('a', encoding='utf-8') as file:
+            file.write(json.dumps(finite({'iteration': iteration, **values}), allow_nan=False) + '\n')
