@@ -7,8 +7,7 @@ FSDP2 has public functions that shard a model, and none that say how a model was
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -131,26 +130,3 @@ def reshard(model: nn.Module) -> None:
     """Let every module hold its sharded parameters. A forward pass may have left gathered ones in their place."""
     for group in shard_groups([model]):
         group.reshard()
-
-
-# -- collective calls --------------------------------------------------------------------------------------------------
-
-# how functions begin that are about groups, and reach no other rank
-_ABOUT_GROUPS = ('_', 'get_', 'is_', 'destroy', 'init', 'new_', 'set_', 'split_')
-
-
-def distributed_functions(others: Collection[str]) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return the functions that reach other ranks, and those named ``others``, with the module and the name they are found by.
-
-    They take a ``group``. Functional collectives, which models import for ``torch.compile``, have a private module alone. Since
-    2.0.
-    """
-    from torch.distributed import _functional_collectives, distributed_c10d
-
-    return [
-        (module, name, value)
-        for module in (torch.distributed, distributed_c10d, _functional_collectives)
-        for name, value in vars(module).items()
-        if isinstance(value, FunctionType)
-        and (name in others or (not name.startswith(_ABOUT_GROUPS) and 'group' in inspect.signature(value).parameters))
-    ]

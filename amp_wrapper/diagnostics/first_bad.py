@@ -126,8 +126,9 @@ class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bare = name.rstrip('_') if in_place else name
         given = numbers((args, {key: value for key, value in kwargs.items() if key != 'out'}))
         given = given[in_place and bare in _WRITES_OVER.split() :]
-        # afterwards it is gone
-        before = [(tensor, *kind_of(tensor)) for tensor in given] if in_place else []
+        # afterwards it is gone; batch norm writes its statistics, and does not say so
+        writes = in_place or 'batch_norm' in name
+        before = [(tensor, *kind_of(tensor)) for tensor in given] if writes else []
         output = func(*args, **kwargs)
         keys = set(map(storage_key, given))
         for tensor in numbers(output):
@@ -194,8 +195,9 @@ class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writer = self._writers.get(key) if origin == 'op' else None
             # nobody tells what code outside of torch has read: the first overflow before it, where there was one
             earlier = [each for each in self._found if each.strength == 2] if writer is not None else []
-            # infinities that a model holds or is given are masks
-            found = min(earlier, key=_rank, default=None) or self._describe(name, tensor, kind, 2 if kind == NAN else 0)
+            # infinities that a model holds are masks; what it is given may be
+            strength = 2 if kind == NAN else int(kind == INFINITE and origin == 'input')
+            found = min(earlier, key=_rank, default=None) or self._describe(name, tensor, kind, strength)
             if origin != 'op':
                 found.origin, found.module, found.source = origin, '', ''
             elif writer is not None and not earlier:

@@ -21,7 +21,7 @@ from .first_bad import NAN, BadOp
 from .page import Page, Table
 from .recorder import StepRecord, identifiers
 from .replay import Remedy, Replayer, named_in_list
-from .sandbox import Attach
+from .sandbox import Attach, own_functions
 from .watches import BACKWARD, FORWARD, Maximum, is_bad
 
 #: What to say of an op of each cause.
@@ -29,7 +29,7 @@ _ADVICE = {
     'forward_range': 'In FP32 the forward pass is finite.',
     'forward_16bit': 'In FP32 the forward pass is finite. What is zero there is a number too small for {type}.',
     'forward_nan': 'So it is in FP32, too: this is no matter of precision. Look for a division by zero, a logarithm or a root '
-    'of zero or less, and at the data.',
+    'of zero or less, numbers that have outgrown FP32, and at the data.',
     'gradient_range': 'It does not fit at any loss scale.',
     'gradient_16bit': 'In FP32 the backward pass is finite; a smaller loss scale does not help.',
     'gradient_nan': 'So it is in FP32 without a loss scale, too: this is no matter of precision. The derivative is not finite '
@@ -44,7 +44,7 @@ _NOT_REPRODUCED = (
     'The step was finite when it was run again. Either something that is not recorded has changed, such as a random generator '
     'of its own, a count of calls, or an op whose results differ from run to run; or another rank has the cause. Or the '
     'gradients that are not finite do not come through the outputs of the model: a term of the loss on weights, a penalty on '
-    'gradients, a hook that changes them.'
+    'gradients, a hook that changes them; or a function that is a forward hook changes outputs, which no copy runs.'
 )
 
 
@@ -53,8 +53,8 @@ class Diagnosis:
     """Why a step was not finite.
 
     Attributes:
-        cause: 'input': what the model was given holds NaN. 'weight': a weight, a buffer or the optimizer's state is not finite,
-            or too large. 'forward_range', 'gradient_range': a number is too large for the 16-bit type. 'forward_16bit',
+        cause: 'input': what the model was given is not finite. 'weight': a weight, a buffer or the optimizer's state is not, or
+            is too large. 'forward_range', 'gradient_range': a number is too large for the 16-bit type. 'forward_16bit',
             'gradient_16bit': something gives no number in the 16-bit type, and one in FP32. 'forward_nan', 'gradient_nan':
             not finite in FP32 either. 'gradient_scale': a gradient fits without the loss scale. 'loss': the loss, or its
             gradient at the outputs, is not finite. 'not_reproduced': finite when it was run again. 'not_replayed': it could
@@ -298,6 +298,9 @@ class _Examination:
         return found
 
     def _of_loss(self) -> Diagnosis:
+        if any(own_functions(module) for module in self._model.modules()):
+            # forward hooks that the copy did not run
+            return Diagnosis('not_reproduced', _NOT_REPRODUCED)
         bad = [loss for loss in self._step.losses if is_bad(loss.value)]
         what = 'and the loss are finite, and the gradient of the loss, which is computed outside of the model, is not.'
         if bad:
@@ -374,8 +377,9 @@ def judge_watched(seen: Sequence[Maximum], step: StepRecord, engine: Engine) -> 
     end = torch.finfo(engine.policy.half_type or torch.float32).max
     what = 'output' if place.phase == FORWARD else 'gradient of an output'
     where = f'{place.name or "the model itself"} ({place.kind})'
-    numbers = f'numbers up to {0.0 if most is None else most.largest:.3g}'
-    cause, text = 'not_replayed', f'The first {what} that is not finite is that of {where}, after {numbers}.'
+    numbers = '' if most is None else f'numbers up to {most.largest:.3g}'
+    after = f', after {numbers}' if numbers else ''
+    cause, text = 'not_replayed', f'The first {what} that is not finite is that of {where}{after}.'
     if most is not None and most.phase == 'input' and most.largest > end:
         text = f'What the model was given is too large: {numbers}, and the type of the level ends at {end:.5g}.'
         cause = 'forward_range'

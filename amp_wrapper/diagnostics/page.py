@@ -137,7 +137,10 @@ class Page:
 
     def json(self) -> str:
         """Return :attr:`data` as JSON that any reader takes. Numbers that are not finite are null."""
-        return json.dumps(finite({'format': FORMAT, 'amp_wrapper': __version__, **self.data}), indent=1) + '\n'
+        return (
+            json.dumps(finite({'format': FORMAT, 'amp_wrapper': __version__, **self.data}), indent=1, default=str)
+            + '\n'
+        )
 
     def write(self, folder: str | os.PathLike[str], stem: str = 'report') -> tuple[Path, Path]:
         """Write ``<stem>.html`` and ``<stem>.json``, each whole or not at all.

@@ -149,6 +149,7 @@ def _lines(file: Path, values_of: Callable[[Any], Any]) -> list[tuple[int, Any]]
 
 def _log_values(line: dict[str, Any]) -> dict[str, float]:
     wanted = {name: value for name, value in line.items() if re.search('loss|grad_norm|lr$|amp_', name)}
+    wanted = {name: value for name, value in wanted.items() if isinstance(value, (int, float, type(None)))}
     # null is what JSON has in place of NaN
     return {name: math.nan if value is None else float(value) for name, value in wanted.items()}
 

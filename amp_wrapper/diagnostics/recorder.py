@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..casting import region
 from ..casting.cast_module import Watcher
 from ..checkpoint import random_state
 from ..engine import Engine
@@ -46,6 +47,7 @@ class CallRecord:
         given: Its ``args`` and ``kwargs`` as they came, before any cast.
         states: Of the random generators before the call.
         versions: Version counters of the tensors among the arguments.
+        surrounds: Whether the engine surrounded it, as mmengine's wrapper does.
         gradients: For each backward pass: the place of its loss in the step, and the scaled gradient of each floating tensor of
             the outputs, by its place among them.
     """
@@ -54,6 +56,7 @@ class CallRecord:
     given: tuple[tuple[Any, ...], dict[str, Any]]
     states: dict[str, Any]
     versions: tuple[int, ...]
+    surrounds: bool
     gradients: dict[int, dict[int, Tensor]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -162,7 +165,8 @@ class Recorder:
         if self._depth.value == 1 and torch.is_grad_enabled():
             versions = _versions_of((args, kwargs))
             # models change the dicts and lists that they are given
-            call = CallRecord(name, _same_tensors((args, kwargs)), random_state.capture(), versions)
+            given = _same_tensors((args, kwargs))
+            call = CallRecord(name, given, random_state.capture(), versions, region.is_open())
             self.step.calls[:] = [*self.step.calls[1 - MOST_CALLS :], call]
 
     def _leave(self, module: nn.Module, output: Any) -> None:

@@ -15,6 +15,7 @@ from ..errors import AmpError
 from ..policy import Policy
 from ..policy.fp32_registry import CALLER, FLOAT32, Fp32Op
 from ..policy.levels import IN_BFLOAT16, LEVEL_TABLE
+from ..policy.nested import HALF_TYPES, cast_tensors
 from .first_bad import BadOp, FirstBad
 from .recorder import CallRecord, StepRecord, copied_batch
 from .sandbox import Attach, Sandbox, sandbox
@@ -123,7 +124,9 @@ class Replayer:
 
     def _run_call(self, box: Sandbox, call: CallRecord, factor: float, traced: bool, found: Replay) -> str:
         """Run one call with its backward passes; returns an entry of :attr:`Replay.calls`."""
-        args, kwargs = copied_batch(call.given, cuts=True)
+        # a part that a script calls is given what another one gave at its level
+        half = box.engine.policy.half_type or torch.float32
+        args, kwargs = cast_tensors(copied_batch(call.given, cuts=True), half, HALF_TYPES)
         bad: dict[int, Tensor] = {}
         wrong = {key for key, kept in call.gradients.items() if any(map(is_bad, kept.values()))}
         keys = [key for key in call.gradients if key not in wrong]
@@ -138,7 +141,7 @@ class Replayer:
 
         trace = FirstBad(box.model, tensors_of((args, kwargs))) if traced else None
         modules = NonfiniteWatch(box.model) if traced else None
-        step = run_step(box, run, [] if trace is None else [trace], surrounds=True, updates=False)
+        step = run_step(box, run, [] if trace is None else [trace], surrounds=call.surrounds, updates=False)
         for key, gradients in zip(keys, step.gradients):
             named = [name for name, gradient in gradients.items() if is_bad(gradient)]
             if named:
@@ -244,7 +247,8 @@ def named_in_list(name: str) -> str:
 def _pairs(gradients: dict[int, Tensor], outputs: Sequence[Tensor], factor: float) -> Pass:
     found = [(outputs[place], gradient) for place, gradient in gradients.items() if place < len(outputs)]
     fit = [(tensor, each) for tensor, each in found if tensor.requires_grad and tensor.shape == each.shape]
-    return [(tensor, each.to(tensor.dtype) * factor) for tensor, each in fit]
+    wide = [(tensor, each.to(torch.promote_types(each.dtype, torch.float32))) for tensor, each in fit]
+    return [(tensor, (each * factor).to(tensor.dtype)) for tensor, each in wide]
 
 
 def _remedy(kind: str, setting: str, found: Replay) -> Remedy:

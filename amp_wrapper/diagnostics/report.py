@@ -26,7 +26,7 @@ from ..torch_internals import TorchDispatchMode, graph_task_id
 from .first_bad import line_outside
 from .page import Bytes, Page, Table, percent
 from .recorder import copied_batch
-from .sandbox import sandbox, trainable
+from .sandbox import left_alone, sandbox, trainable
 from .step import Pass, Task, check_loss, run_step
 from .watches import Places, numbers, outputs_of
 
@@ -85,7 +85,7 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _measure(self, name: str, kind: str, tensor: Tensor) -> None:
         self._is_measuring = True
-        sizes = tensor.detach().abs().float()
+        sizes = (tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()).abs().float()
         sizes = sizes[sizes.isfinite()]
         names = ('elements', 'largest', 'infinite', 'zero')
         found = self.modules[name]['ranges'].setdefault(kind, dict.fromkeys(names, 0))
@@ -244,6 +244,10 @@ def report_on(
     memory: dict[str, dict[str, Any]] = {}
     with torch.inference_mode(False):
         exact = _Trial(task, run, has_loss, resolve('O0'), policy.loss_scale.init_scale)
+        if not any(module['calls'] for module in exact.modules.values()):
+            raise AmpUsageError(
+                'loss_fn(model, example) has to call the model that it is given, a copy of yours, and not the one outside.'
+            )
         here = _Trial(task, run, has_loss, policy, policy.loss_scale.init_scale)
         for level in LEVELS:
             known = {'O0': exact, policy.opt_level: here}.get(level)
@@ -296,7 +300,9 @@ class _Trial:
                     losses.extend([torch.stack(sums).sum()] if sums else [])
                 return [[(loss, None)] for loss in losses if loss.requires_grad and box.engine.optimizer is not None]
 
-            self.memory: dict[str, Any] = run_step(box, begin, watches, surrounds=task.surrounds, counts=True).memory
+            with left_alone(unwrap(task.model)):
+                step = run_step(box, begin, watches, surrounds=task.surrounds, counts=True)
+            self.memory: dict[str, Any] = step.memory
             self.loss = float(losses[0].detach()) if losses else None
             self.modules = watches[0].modules if watches else {}
             self.optimizer = type(box.engine.optimizer).__name__

@@ -19,11 +19,11 @@ from ..casting import cast_module, region
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
-from ..distributed_internals import distributed_functions
 from ..engine import Engine, attach_together
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..shards import any_sharded
+from ..torch_internals import TorchDispatchMode
 from .watches import tensors_of
 
 #: What a process that is alone is told.
@@ -89,10 +89,15 @@ def fp32_copy(model: nn.Module) -> nn.Module:
         raise CannotCopyError(f'copy.deepcopy(model) failed ({type(error).__name__}: {error}).') from error
     for module in copied.modules():
         cast_module.take_off(module)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _FUNCTIONS)]:
-                del hooks[key]
+        for hooks, key in own_functions(module):
+            del hooks[key]
     return copied
+
+
+def own_functions(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
+    """Return the forward hooks of a module that are functions: the dicts that hold them, and their keys."""
+    found = [(hooks, key) for hooks in (module._forward_pre_hooks, module._forward_hooks) for key in hooks]
+    return [(hooks, key) for hooks, key in found if isinstance(hooks[key], _FUNCTIONS)]
 
 
 @contextmanager
@@ -165,6 +170,19 @@ def isolated() -> Iterator[None]:
         yield
 
 
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses ops that reach other ranks, however they are called."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if 'c10d' in func.namespace:
+            raise CannotCopyError(
+                f'the model calls {func} without asking whether there are other ranks, so one rank cannot run it again alone.'
+            )
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Tell this thread that ``torch.distributed`` is not initialised, and refuse collective calls.
@@ -180,25 +198,42 @@ def alone() -> Iterator[None]:
         return
     here = threading.get_ident()
 
-    def instead(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def instead(original: Callable[..., Any], answer: object) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             # threads of autograd, which recompute checkpointed segments, were not made by Python
-            if threading.get_ident() != here and not isinstance(threading.current_thread(), threading._DummyThread):
-                return original(*args, **kwargs)
-            if name in _ALONE:
-                return _ALONE[name]
-            raise CannotCopyError(
-                f'the model calls torch.distributed.{name} without asking whether there are other ranks, so one rank cannot '
-                f'run it again alone.'
-            )
+            is_here = threading.get_ident() == here or isinstance(threading.current_thread(), threading._DummyThread)
+            return answer if is_here else original(*args, **kwargs)
 
         return call
 
     with ExitStack() as stack:
-        for module, name, original in distributed_functions(_ALONE):
-            stack.callback(setattr, module, name, original)
-            setattr(module, name, instead(original, name))
+        for name, answer in _ALONE.items():
+            original = getattr(torch.distributed, name)
+            stack.callback(setattr, torch.distributed, name, original)
+            setattr(torch.distributed, name, instead(original, answer))
+        stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
         yield
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """Restore gradients and buffers of a model, which a function that should run its copy may run.
+
+    Args:
+        model: Not wrapped.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        # BatchNorm's kernels do not count as writes
+        for buffer, before in (each for each in buffers if not torch.equal(*each)):
+            buffer.detach().copy_(before)
 
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

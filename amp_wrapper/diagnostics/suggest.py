@@ -139,7 +139,11 @@ def suggest(
     if not isinstance(model, nn.Module):
         raise AmpConfigError([f'model={type(model).__name__} must be a torch.nn.Module.'])
     allowed = LEVELS if levels is None else [levels] if isinstance(levels, str) else levels
-    if not isinstance(allowed, Iterable) or not (allowed := list(allowed)) or not set(allowed) <= set(LEVELS):
+    if (
+        not isinstance(allowed, Iterable)
+        or not (allowed := list(allowed))
+        or not all(each in LEVELS for each in allowed)
+    ):
         problems.append(f'levels={levels!r} must be a list of {", ".join(LEVELS)}, such as ["O0", "O2", "O5"].')
     options['loss_fn'] = loss_fn
     read = {name: option.read(name, options[name], problems) for name, option in _OPTIONS.items()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..policy import OptLevel, Policy
 from .first_bad import BadOp, FirstBad
 from .page import percent
 from .recorder import copied_batch
-from .sandbox import Sandbox, sandbox
+from .sandbox import Sandbox, left_alone, sandbox
 from .step import Step, Task, check_loss, run_step
 from .watches import BACKWARD, is_bad
 
@@ -37,6 +36,10 @@ BACKOFF, MOST_BACKOFFS = 2.0**4, 8
 MOST_KEPT, MOST_SKIPPED = 8, 3
 #: Of levels that are as good as each other the first is taken: without a loss scale before with one.
 PREFERRED = ('O5', 'O2', 'O4', 'O1', 'O3', 'O0')
+_NO_GRADIENT = (
+    'the loss of loss_fn(model, batch) gives the model no gradient: it has to call the model that it is given, a copy of '
+    'yours, and not the one outside.'
+)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -139,7 +142,7 @@ class Training:
         name = ' '.join([tried.level, *tried.keep_fp32])
         self.tell(f'{name}: first gradients')
         with sandbox(self.task.model, policy, self.task.make_optimizer, self.task.attach) as box:
-            with _left_alone(self.task.model):
+            with left_alone(self.task.model):
                 tried.gradients = self.first_gradients(box, tried)
             if tried.level == 'O0':
                 self._check_fp32(box, tried)
@@ -152,6 +155,9 @@ class Training:
                 tried.last_skips = tried.last_skips + 1 if done.skipped else 0
                 if step >= WARM_UP and not done.skipped:
                     tried.seconds.append(done.seconds)
+                if is_bad(loss) and tried.level == 'O0':
+                    text = f'the loss is {float(loss)} at step {step + 1} in FP32: no level can mend that.'
+                    raise AmpUsageError(f'{text} Look at the data and the learning rate first.')
                 if is_bad(loss):
                     tried.reasons.append(('loss', f'the loss was {float(loss)} at step {step + 1}'))
                     return
@@ -165,15 +171,12 @@ class Training:
             AmpUsageError: The loss is not finite, or does not depend on the model that ``loss_fn`` is given.
         """
         if not tried.gradients:
-            raise AmpUsageError(
-                'the loss of loss_fn(model, batch) gives the model no gradient: it has to call the model that it is given, a '
-                'copy of yours, and not the one outside.'
-            )
+            raise AmpUsageError(_NO_GRADIENT)
         if not math.isfinite(tried.first_loss):
             text = f'the first loss is {tried.first_loss} in FP32: no level can mend that.'
             raise AmpUsageError(f'{text} Look at the data and the weights first.')
         if len(self.batches) > 1:
-            tried.noise = distance(tried.gradients, self.first_gradients(box, tried, batch=1))[0]
+            tried.noise = distance(tried.gradients, self.first_gradients(box, Tried('O0'), batch=1))[0]
 
     def step(self, box: Sandbox, number: int, batch: int, **words: Any) -> tuple[Step, Tensor]:
         """Run one step of a copy; returns it and its loss."""
@@ -185,6 +188,8 @@ class Training:
             seed = (self.seed + number) % 2**32
             random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
             losses.append(check_loss(self.loss_fn(copied, copied_batch(self.batches[batch % len(self.batches)]))))
+            if not losses[0].requires_grad:
+                raise AmpUsageError(_NO_GRADIENT)
             return [[(losses[0], None)]]
 
         return run_step(box, run, surrounds=self.task.surrounds, **words), losses[0].detach()
@@ -196,7 +201,8 @@ class Training:
             each.eval()
         scaler = box.engine.scales.scalers[0]
         for _ in range(MOST_BACKOFFS if scaler.is_dynamic else 1):
-            done, loss = self.step(box, 0, batch, updates=False)
+            with left_alone(box.model):
+                done, loss = self.step(box, 0, batch, updates=False)
             (scaled,) = done.gradients
             tried.first_loss, tried.loss_scale = float(loss), None if scaler.is_one else done.scale
             tried.is_finite = not any(map(is_bad, [loss, *scaled.values()]))
@@ -206,29 +212,13 @@ class Training:
             scaler.current_scale.div_(BACKOFF)
         if not tried.is_finite:
             trace = FirstBad(box.model)
-            done, loss = self.step(box, 0, batch, updates=False, watches=[trace])
+            with left_alone(box.model):
+                done, loss = self.step(box, 0, batch, updates=False, watches=[trace])
             trace.remove()
             tried.overflow = trace.begin([loss]) or trace.begin(list(done.gradients[0].values()))
         for each in dropouts:
             each.train()
-        return {name: gradient.detach().float() / done.scale for name, gradient in scaled.items()}
-
-
-@contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Restore what a ``loss_fn`` that runs the original changes: gradients and buffers."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        # BatchNorm's kernels do not count as writes
-        for buffer, before in (each for each in buffers if not torch.equal(*each)):
-            buffer.detach().copy_(before)
+        return {name: gradient.detach().to_dense().float() / done.scale for name, gradient in scaled.items()}
 
 
 # -- judgement ---------------------------------------------------------------------------------------------------------

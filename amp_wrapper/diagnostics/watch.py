@@ -111,7 +111,7 @@ class SkippedSteps(StepObserver):
     def explain_streak(self, engine: Engine) -> str:
         """Return the cause of a row of skips that is too long, found now where it is not known yet."""
         if not self._explanation and self._recorder is not None:
-            self._report(engine, self._recorder.step)
+            self._report(engine, self._recorder.step, always=True)
         return self._explanation
 
     def _read_flag(self, engine: Engine, wait: bool) -> None:
@@ -120,36 +120,34 @@ class SkippedSteps(StepObserver):
             self._take(engine, record, read.wait()[0] > 0)
 
     def _take(self, engine: Engine, record: StepRecord, skipped: bool) -> None:
-        if not skipped:
+        if skipped:
+            self._report(engine, record)
+        else:
             self._skips = self._falls = 0
             self._explanation = ''
             if self._live is not None:
-                self._live.take()
-        elif self._falls_by_itself(engine, record):
-            self._falls += 1
-        else:
-            self._skips += 1
-            # the first ones of a row, and then ever fewer. Without a loss nothing was recorded yet
-            if record.losses and self._reports_left and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
-                self._reports_left -= 1
-                self._report(engine, record)
+                self._live.forget()
         record.clear()
 
-    def _falls_by_itself(self, engine: Engine, record: StepRecord) -> bool:
-        """Return whether a dynamic loss scale was too large for the step, which is finite without it. Syncs."""
-        may_fall = engine.scales.is_dynamic and self._falls < MOST_FALLS and self._reports_left
-        if not may_fall or not record.losses or any(is_bad(loss.value) for loss in record.losses):
-            return False
-        # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale
-        has_nan = any(bool(gradient.isnan().any()) for gradient in record.gradients)
-        replayer = Replayer(record, self._model, engine.policy, self._attach, judges_losses=has_nan)
-        with self._around():
-            is_finite = replayer.without_scale().finite
-        return self._falls < 3 if is_finite is None else is_finite
+    def _report(self, engine: Engine, record: StepRecord, always: bool = False) -> None:
+        """Say why a step was skipped, where that is due.
 
-    def _report(self, engine: Engine, record: StepRecord) -> None:
+        Args:
+            engine: Of the optimizer.
+            record: Of the step.
+            always: Whether it is due anyway.
+        """
         try:
             with self._around():
+                if not always and self._falls_by_itself(engine, record):
+                    self._falls += 1
+                    return
+                self._skips += 1
+                # the first ones of a row, and then ever fewer. Without a loss nothing was recorded yet
+                is_due = self._skips <= 3 or self._skips & (self._skips - 1) == 0
+                if not always and not (record.losses and self._reports_left and is_due):
+                    return
+                self._reports_left -= 1
                 found = self._find(engine, record)
             path = self._publish(found)
         except Exception as error:
@@ -160,6 +158,19 @@ class SkippedSteps(StepObserver):
         if engine.policy.verbosity >= 1:
             name = f'{engine.label}: ' if engine.label else ''
             logger.warning(f'amp: {name}why a step was skipped: {self._explanation}')
+
+    def _falls_by_itself(self, engine: Engine, record: StepRecord) -> bool:
+        """Return whether a dynamic loss scale was too large for the step, which is finite without it. Syncs."""
+        can_fall = engine.scales.is_dynamic and record.scale > (engine.policy.loss_scale.min_scale or 0.0)
+        may_fall = can_fall and self._falls < MOST_FALLS and self._reports_left
+        if not may_fall or not record.losses or any(is_bad(loss.value) for loss in record.losses):
+            return False
+        # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale; what has
+        # gone through later calls says nothing
+        last = {number: kept for call in record.calls for number, kept in call.gradients.items()}
+        has_nan = any(bool(gradient.isnan().any()) for kept in last.values() for gradient in kept.values())
+        is_finite = Replayer(record, self._model, engine.policy, self._attach, has_nan).without_scale().finite
+        return self._falls < 3 if is_finite is None else is_finite
 
     def _find(self, engine: Engine, record: StepRecord) -> Diagnosis:
         if self._live is not None:

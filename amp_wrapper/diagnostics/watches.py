@@ -30,7 +30,7 @@ def tensors_of(value: Any) -> list[Tensor]:
         return tensor
 
     def enter(function: MapTensor, value: Any) -> Any:
-        for _, item in value.all_items() if callable(getattr(value, 'all_items', None)) else ():
+        for _, item in value.all_items() if hasattr(type(value), 'all_items') else ():
             map_tensors(function, item, enter)
         return value
 
@@ -44,9 +44,9 @@ def outputs_of(value: Any) -> list[Tensor]:
 
 
 def numbers(value: Any) -> list[Tensor]:
-    """Return the dense floating and complex tensors in nested containers that have elements."""
-    found = tensors_of(value)
-    return [t for t in found if (t.is_floating_point() or t.is_complex()) and t.layout is torch.strided and t.numel()]
+    """Return the dense floating and complex tensors in nested containers that have elements, and types torch computes in."""
+    dense = [t for t in tensors_of(value) if t.layout is torch.strided and not t.is_nested and t.dtype.itemsize > 1]
+    return [tensor for tensor in dense if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel()]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -173,6 +173,10 @@ class NonfiniteWatch:
         entries, self._entries[:] = list(self._entries), []
         found = torch.stack([each[-1].to(entries[0][-1].device) for each in entries]).tolist() if entries else []
         return [Maximum(*each[:4], largest) for each, largest in zip(entries, found)]
+
+    def forget(self) -> None:
+        """Let go of what was seen since the last call. No host read."""
+        self._entries.clear()
 
     def remove(self) -> None:
         """Watch no longer."""

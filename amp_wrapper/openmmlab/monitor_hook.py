@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from torch import nn
 
+from ..diagnostics.recorder import copied_batch
 from ..diagnostics.sandbox import Attach
 from ..diagnostics.watch import TrainingWatch, read_options
 from ..engine import Engine
@@ -90,7 +90,7 @@ def _own_message_hub() -> Iterator[None]:
     """What a copy of a model writes to mmengine's message hub is forgotten."""
     hub = MessageHub.get_current_instance()
     kept = hub._runtime_info, hub._log_scalars
-    hub._runtime_info, hub._log_scalars = copy.deepcopy(kept)
+    hub._runtime_info, hub._log_scalars = map(copied_batch, kept)
     try:
         yield
     finally:

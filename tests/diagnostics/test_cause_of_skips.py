@@ -428,6 +428,23 @@ def test_functions_that_were_tried_in_fp32_are_not_afterwards() -> None:
     assert len(found) == 2 and all(each.text.startswith(words) for each in found)
 
 
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_what_batch_norm_writes_does_not_hide_what_it_was_given(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), Fault(lambda x: x * 1e6), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    (found,) = examine(model, level, batches(1), loss_scale=8.0)
+    assert (found.cause, found.module, found.op) == ('forward_range', '1', 'aten.mul')
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    (found,) = examine(model, level, [batches(1)[0].index_fill(0, torch.tensor([1]), torch.inf)], loss_scale=8.0)
+    assert found.cause == 'input' and 'input 0' in found.text
+
+
+def test_what_only_a_hook_does_is_not_blamed_on_the_loss() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model[0].register_forward_hook(lambda module, args, output: output * 1e6)
+    (found,) = examine(model, 'O2', batches(1), loss_scale=8.0)
+    assert found.cause == 'not_reproduced'
+
+
 def tiny_root(x: Tensor) -> Tensor:
     return ((x * 1e-5).square().sum(-1, keepdim=True) + 1e-12).sqrt() * x
 

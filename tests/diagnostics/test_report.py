@@ -342,3 +342,23 @@ def test_numbers_that_are_not_finite_are_null_in_json() -> None:
     """As in the lines of the monitor: a column has one type."""
     report = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O4', lambda model, x: model(x).sum() * torch.inf)
     assert json.loads(report.json())['loss']['fp32'] is None
+
+
+def test_loss_of_the_model_outside_is_refused_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(AmpUsageError, match='copy of yours'):
+        amp.report(model, torch.ones(2, 4), 'O5', lambda _, x: model(x).sum())
+    assert all(parameter.grad is None for parameter in model.parameters()) and model[1].num_batches_tracked == 0
+
+
+def test_sparse_gradients_are_measured() -> None:
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
+    loss_fn = lambda model, x: model(x).float().square().sum()  # noqa: E731
+    found = by_name(amp.report(model, torch.tensor([1, 1, 2]), 'O2', loss_fn))
+    assert found['0']['ranges']['gradients']['elements'] > 0
+    words: Any = {
+        'steps': 4,
+        'progress': False,
+        'make_optimizer': lambda model: torch.optim.SGD(model.parameters(), 0.1),
+    }
+    assert amp.suggest_level(model, loss_fn, [torch.tensor([1, 1, 2])] * 4, **words).level

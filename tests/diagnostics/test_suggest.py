@@ -92,6 +92,11 @@ class Plain(nn.Module):
         return self.head(self.middle(self.net(x)))
 
 
+def overflow_and_norm() -> nn.Module:
+    large = Fault(lambda x: (x * 1e5).square().sqrt() * 1e-5)
+    return nn.Sequential(nn.Linear(8, 16), large, nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
 class Positions(Plain):
     """Weights of its own, in no submodule, that float16 cannot hold; and complex ones."""
 
@@ -204,6 +209,7 @@ KNOWN = {
     'weights of the model itself': answer(Positions, 'O2 O5', 'O5', '', {'O2': 'use bfloat16'}, **ADAMW),
     'loss of gradients': answer(lambda: nn.Linear(8, 4), 'O5', 'O5', loss_fn=gradient_penalty),
     'loss that is another one in 16 bits': answer(lambda: Plain(less_in_16_bits), 'O0 O2', 'O0', '', {'O2': 'FP32'}),
+    'batch norm behind it': answer(overflow_and_norm, 'O2', 'O2', '1', {'O2': "pass, in '1' (Fault)"}, **TINY_RATE),
     'loss that is off': answer(Plain, 'O0 O2', 'O0', '', {'O2': 'off that of FP32'}, loss_fn=off_in_16_bits),
     'less than a tenth is saved': answer(Plain, 'O0 O5', 'O0', keep_fp32=['net', 'head']),
     'nothing else was asked for': answer(Plain, 'O5', 'O5', keep_fp32=['net', 'head']),
@@ -434,6 +440,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({'batches': Broken()}, 'batches=Broken cannot be read (TypeError: worker 0 cannot pickle this)'),
     ({'loss_fn': lambda model, batch: model(batch[0])}, 'a tensor of shape (32, 4)'),
     ({'loss_fn': times(float('nan'))}, 'the first loss is nan in FP32'),
+    ({'loss_fn': cross_entropy, 'batches': [DATA[0], (DATA[0][0] * torch.nan, DATA[0][1])]}, 'nan at step 2 in FP32'),
+    ({'loss_fn': lambda model, batch: cross_entropy(model, batch).detach()}, 'gives the model no gradient'),
+    ({'levels': [['O1']]}, "levels=[['O1']]"),
     ({'loss_fn': cross_entropy, 'make_optimizer': lambda model: None}, 'gave None'),
 ]
 

@@ -12,6 +12,7 @@ from bits import differences
 from nets import Door, Net, batch, mesh_of, same_on_all_ranks
 from on_ranks import Here, on_ranks
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 
 from amp_wrapper import amp
 
@@ -28,14 +29,22 @@ class Fault(nn.Module):
 class Asks(nn.Module):
     """Averages over the ranks, as heads of detectors do: where there are others, or in any case."""
 
-    def __init__(self, anyway: bool) -> None:
+    def __init__(self, anyway: str = '') -> None:
         super().__init__()
         self.anyway = anyway
 
     def forward(self, x: Tensor) -> Tensor:
         if self.anyway or dist.is_initialized():
             total = torch.ones(1, device=x.device)
-            dist.all_reduce(total)
+            group = dist.group.WORLD
+            if self.anyway == 'group':
+                group.allreduce([total]).wait()
+            elif self.anyway == 'op':
+                total = torch.ops._c10d_functional.wait_tensor(
+                    torch.ops._c10d_functional.all_reduce(total, 'sum', group.group_name)
+                )
+            else:
+                all_reduce(total, group=group)
             return x * (total / total)
         return x
 
@@ -68,7 +77,7 @@ def _train(here: Here, level: str, fault: str, extra: nn.Module, diagnoses: bool
 @on_ranks()
 def test_the_rank_with_the_fault_names_it(here: Here, level: str, fault: str) -> None:
     """The other one finds nothing of its own; training is as without a diagnosis."""
-    found, state = _train(here, level, fault, Asks(anyway=False))
+    found, state = _train(here, level, fault, Asks())
     assert len(found) == 2
     for each in found:
         if here.rank == 1:
@@ -76,14 +85,15 @@ def test_the_rank_with_the_fault_names_it(here: Here, level: str, fault: str) ->
             assert each.cause in ('input', 'forward_range')
         else:
             assert each.module == '' and each.cause not in ('input', 'forward_range')
-    assert differences(state, _train(here, level, fault, Asks(anyway=False), diagnoses=False)[1]) == []
+    assert differences(state, _train(here, level, fault, Asks(), diagnoses=False)[1]) == []
 
 
+@pytest.mark.parametrize('way', ['function', 'group', 'op'])
 @on_ranks()
-def test_a_model_that_asks_other_ranks_is_watched_in_training(here: Here) -> None:
+def test_a_model_that_asks_other_ranks_is_watched_in_training(here: Here, way: str) -> None:
     """It cannot be run again alone, so its modules are watched at the next step."""
-    found, _ = _train(here, 'O2', 'range', Asks(anyway=True))
-    assert found[0].cause == 'not_replayed' and 'all_reduce' in found[0].text
+    found, _ = _train(here, 'O2', 'range', Asks(way))
+    assert found[0].cause == 'not_replayed' and 'reduce' in found[0].text
     assert [each.module for each in found[1:]] == (['blocks.1.place'] if here.rank == 1 else [''])
 
 
