@@ -274,8 +274,10 @@ class _Examination:
     def _of_place(self, place: BadOp, phase: str) -> Diagnosis:
         """Say what an op has done, and whether it does so in FP32."""
         if place.origin == 'input':
-            text = f'What the model was given is not finite: {place.op} has {place.counts[0]:,} infinities or NaN'
-            return self._at('input', f'{text} among {place.counts[1]:,} elements.', '', place)
+            name = self._replayer.step.calls[0].name
+            who = self._called(name) if name else 'the model'
+            text = f'What {who} was given is not finite: {place.op} has {place.counts[0]:,} infinities or NaN'
+            return self._at('input', f'{text} among {place.counts[1]:,} elements.', name, place)
         if place.origin == 'weight':
             found = self._at('weight', f'{place.op} is not finite.', place.op.rpartition('.')[0], place)
             found.parameters = [place.op]

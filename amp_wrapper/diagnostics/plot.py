@@ -187,7 +187,7 @@ def _names(paths: Sequence[PathLike]) -> list[str]:
 
 
 def plot_runs(
-    runs: Sequence[PathLike],
+    runs: PathLike | Sequence[PathLike],
     *,
     panels: Sequence[str] = DEFAULT_PANELS,
     first: int | None = None,
@@ -197,7 +197,7 @@ def plot_runs(
     """Draw the numbers of one training or several over their iterations. Panels without numbers are left out.
 
     Args:
-        runs: Logs, as :func:`amp_wrapper.diagnostics.plot.read_run` takes them.
+        runs: Logs, as :func:`amp_wrapper.diagnostics.plot.read_run` takes them, or one.
         panels: Which of ``loss``, ``grad_norm``, ``scale``, ``subnormal``, ``peak``, ``lr``; their order is always this one.
         first: The first iteration that is drawn.
         last: The last one.
@@ -210,6 +210,7 @@ def plot_runs(
         AmpUsageError: A log cannot be read; there is nothing to draw; matplotlib is not installed.
         AmpConfigError: No runs, or an unknown panel.
     """
+    runs = [runs] if isinstance(runs, (str, os.PathLike)) else runs
     problems = [f'panels={name!r} is none of {", ".join(PANELS)}.' for name in panels if name not in PANELS]
     if problems or not runs:
         raise AmpConfigError(problems or ['runs=[] is empty: give the log of a training.'])

@@ -236,10 +236,10 @@ class TrainingWatch(StepObserver):
         self._counts_steps = True
         # numbers, and counts per layer
         self._is_due = {'interval': False, 'ranges_interval': False}
-        self._row: list[Tensor] = []
-        self._latest: dict[str, Any] = {}
+        self._measured: dict[str, Tensor] = {}
+        self._latest: dict[str, float] = {}
         self._failed: set[str] = set()
-        self._waiting: list[tuple[int, LateRead]] = []
+        self._waiting: list[tuple[int, list[str], LateRead]] = []
         self._skipped: SkippedSteps | None = None
         if engine is not None:
             if options['diagnose_overflow'] and engine.scales.check and models:
@@ -290,26 +290,24 @@ class TrainingWatch(StepObserver):
             self.begin(self.iteration + 1)
             self._counts_steps = True
         self._last = self.iteration, self._facts
-        self._row = self._measure(engine) if any(self._is_due.values()) else []
+        self._measured = self._measure(engine) if any(self._is_due.values()) else {}
 
     @torch.no_grad()
     def after_step(self, engine: Engine, result: StepResult) -> None:
         """Begin to read what was measured, and hand on what has reached the host."""
         if self._is_due['interval'] and not rank():
-            row = [*self._row, engine.scales.first.current_scale, engine.scales.steps.counts[1]]
-            self._waiting.append(
-                (self.iteration, LateRead(torch.stack([each.to(engine.device).double() for each in row])))
-            )
-        self._is_due, self._row = dict.fromkeys(self._is_due, False), []
+            scale, skips = engine.scales.first.current_scale, engine.scales.steps.counts[1]
+            found = {**self._measured, 'amp_scale': scale, 'amp_skipped': skips}
+            row = torch.stack([each.to(engine.device).double() for each in found.values()])
+            self._waiting.append((self.iteration, list(found), LateRead(row)))
+        self._is_due, self._measured = dict.fromkeys(self._is_due, False), {}
         self._hand_on(wait=False)
 
     def _hand_on(self, wait: bool) -> None:
         """Hand on what has reached the host, or all of it."""
-        names = ('amp_skipped', 'amp_scale', 'amp_grad_peak', 'amp_grad_subnormal')
-        while self._waiting and (wait or self._waiting[0][1].is_there):
-            iteration, row = self._waiting.pop(0)
-            found = dict(zip(names, reversed(row.wait())))
-            self._latest = {name: found[name] for name in reversed(found) if math.isfinite(found[name])}
+        while self._waiting and (wait or self._waiting[0][-1].is_there):
+            iteration, names, row = self._waiting.pop(0)
+            self._latest = {name: number for name, number in zip(names, row.wait()) if math.isfinite(number)}
             for name, log in self._logs.items():
                 self._call(name, log, iteration, dict(self._latest))
 
@@ -323,12 +321,12 @@ class TrainingWatch(StepObserver):
                 logger.warning(f'amp: {name} failed at step {iteration} ({text}). The training goes on.')
             self._failed.add(name)
 
-    def _measure(self, engine: Engine) -> list[Tensor]:
+    def _measure(self, engine: Engine) -> dict[str, Tensor]:
         """Return subnormal share and peak, float64 scalars on the device of the gradients; nothing where there are none."""
         dtype, casts = engine.policy.half_type, engine.policy.casts_model
         has_ranges = self._ranges is not None and self._is_due['ranges_interval']
         if dtype is None or not (has_ranges or dtype is torch.float16):
-            return []
+            return {}
         # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
         found = [
             (name, weight, gradient, is_unscaled)
@@ -336,7 +334,7 @@ class TrainingWatch(StepObserver):
             if not gradient.is_sparse and (not casts or weight.dtype in HALF_TYPES or is_sharded(weight))
         ]
         if not found or len({gradient.device for _, _, gradient, _ in found}) > 1:
-            return []
+            return {}
         names, weights, gradients, (is_unscaled, *_) = zip(*found)
         rows = count(local(gradients))
         scale = engine.scales.first.current_scale.to(rows)
@@ -349,14 +347,15 @@ class TrainingWatch(StepObserver):
                 known[kind] = {name: Ranges.read(row).plain() for name, row in zip(names, counted.tolist())}
             self._call(self._ranges.name, LinesFile(self._ranges), self.iteration, known)
         if dtype is not torch.float16:
-            return []
+            return {}
         totals = engine.params.layout.exchange(rows[:, :NONFINITE].sum(0))
         peak = engine.params.layout.exchange(rows[:, BINS].max().reshape(1), greatest=True)[0]
         # the loss scale moves each element by as many powers
         scale = scale if is_unscaled else torch.ones_like(scale)
         powers = torch.arange(NONFINITE, device=rows.device) - BIAS + torch.log2(scale)
         # float16 is normal from 2 ** -14 on
-        return [totals[powers < -14].sum() / totals.sum(), torch.log2(peak * scale / torch.finfo(dtype).max)]
+        below, end = totals[powers < -14].sum() / totals.sum(), torch.log2(peak * scale / torch.finfo(dtype).max)
+        return {'amp_grad_subnormal': below, 'amp_grad_peak': end}
 
     # -- what was found ----------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def test_nonfinite_losses_have_marks_and_leave_gaps(tmp_path: Path) -> None:
     """null is what amp.monitor writes for NaN. A level without a loss scale has no panel for it."""
     losses = enumerate([2.0, None, -1.0, math.inf, 0.0], 1)
     log = write(tmp_path / 'mine.jsonl', [{'iteration': at, 'loss': loss, 'amp_skipped': 0} for at, loss in losses])
-    (axes,) = plot_runs([log]).axes
+    (axes,) = plot_runs(log).axes
     (points,) = lines(axes)
     assert [at for at, value in points if not math.isfinite(value)] == [2, 4]
     assert [[at for at, _ in marks] for marks in lines(axes, marks=True)] == [[2, 4]]

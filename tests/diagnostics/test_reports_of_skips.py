@@ -86,6 +86,9 @@ def test_part_that_a_script_calls_is_run_again_as_it_calls_it() -> None:
     model = nn.ModuleDict({'first': nn.Linear(4, 8), 'second': large})
     found = examine(model, 'O2', 2 * batches(1), call=lambda x: model['second'](model['first'](x)), loss_scale=8.0)
     assert [(each.cause, each.module) for each in found] == [('forward_range', 'second')]
+    model, x = nn.ModuleDict({'first': nn.Linear(4, 8), 'second': nn.Linear(8, 2)}), nan_input(batches(1)[0])
+    found = examine(model, 'O5', [x, x], call=lambda x: model['second'](model['first'](x)))
+    assert [each.module for each in found] == ['first'] and 'What first (Linear) was given' in found[0].text
 
 
 @pytest.mark.parametrize(('level', 'static'), [('O1', False), ('O3', True)])
