@@ -261,6 +261,7 @@ class Odd(Deep):
         super().__init__()
         self.what = what
         self.last: Any = None
+        self.eight_bits = Fault(lambda x: x.to(torch.float8_e4m3fn))
         # of which Python makes no copy
         self.lock = threading.Lock() if what == 'cannot be copied' else None
         Odd.calls = 0
@@ -271,6 +272,7 @@ class Odd(Deep):
             x = x.pop('x')
         if self.what == 'changes its input':
             x = x.sub_(0.5)
+            self.eight_bits(x)
         self.last = output = super().forward(x)
         if self.what == 'counts its calls':
             return square(output) * (torch.inf if Odd.calls == 2 else 1.0)

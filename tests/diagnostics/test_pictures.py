@@ -53,7 +53,7 @@ def lines(axes: Axes, marks: bool = False) -> list[Points]:
 def test_lines_and_skipped_steps_are_those_of_the_log(tmp_path: Path) -> None:
     """Validation rows, which count epochs, are no part of it; a half-written line and a damaged one are left out."""
     rows = [*training(3), {'accuracy/top1': 92.0, 'loss': 7.0, 'step': 1}]
-    later = ''.join(json.dumps(row) + '\n' for row in training(3, 4))
+    later = ''.join(json.dumps({**row, 'loss_name': 'ce'}) + '\n' for row in training(3, 4))
     end = '\x00\xff garbage\n[1, 2]\n' + later + '{"loss": 1.0, "iter": 9'
     figure = plot_runs([write(tmp_path / 'cnn/scalars.json', rows, end)])
     assert [title(axes).split('  (')[0] for axes in figure.axes] == ['Loss', 'Gradient norm', 'Loss scale']

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import toy
 from bits import differences
 from forwards import CAST, HALF
+from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from op_lists import NoHostRead
@@ -73,22 +74,21 @@ def test_dynamic_scale_that_falls_is_not_reported(level: str, outputs: dict[str,
 @pytest.mark.parametrize('level', ['O1', 'O2'])
 def test_dynamic_scale_that_falls_where_a_script_calls_parts_is_not_reported(level: str) -> None:
     """What came back through the second part says nothing about the first."""
-    model = nn.ModuleDict({'first': nn.Linear(4, 8), 'second': nn.Linear(8, 2)})
-    call = lambda x: model['second'](model['first'](x))  # noqa: E731
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     optimizer, scale = torch.optim.SGD(model.parameters(), lr=1e-4), {'init_scale': 2.0**22}
-    assert examine(model, level, 9 * batches(1), optimizer=optimizer, call=call, loss_scale=scale) == []
+    words: Any = {'optimizer': optimizer, 'call': lambda x: model[1](model[0](x)), 'loss_scale': scale}
+    assert examine(model, level, 9 * batches(1), **words) == []
     assert amp.skipped_steps(optimizer) > 2
 
 
 def test_part_that_a_script_calls_is_run_again_as_it_calls_it() -> None:
     """No region is open there at O2, in which the loss would be FP32."""
-    large = Fault(lambda x: F.l1_loss(x, x.detach() * 0 + 9, reduction='none') * 1e5)
-    model = nn.ModuleDict({'first': nn.Linear(4, 8), 'second': large})
-    found = examine(model, 'O2', 2 * batches(1), call=lambda x: model['second'](model['first'](x)), loss_scale=8.0)
-    assert [(each.cause, each.module) for each in found] == [('forward_range', 'second')]
-    model, x = nn.ModuleDict({'first': nn.Linear(4, 8), 'second': nn.Linear(8, 2)}), nan_input(batches(1)[0])
-    found = examine(model, 'O5', [x, x], call=lambda x: model['second'](model['first'](x)))
-    assert [each.module for each in found] == ['first'] and 'What first (Linear) was given' in found[0].text
+    loss, x = Fault(lambda x: F.l1_loss(x, x.detach() * 0 + 9, reduction='none') * 1e5), batches(1)[0]
+    cases: Any = ('O2', x, loss, '1 (Fault)'), ('O5', nan_input(x), nn.Linear(8, 2), '0 (Linear)')
+    for level, given, second, told in cases:
+        model = nn.Sequential(nn.Linear(4, 8), second)
+        (found,) = examine(model, level, [given, given], call=lambda x, model=model: model[1](model[0](x)))
+        assert told in found.text and found.module == told[0]
 
 
 @pytest.mark.parametrize(('level', 'static'), [('O1', False), ('O3', True)])
@@ -122,6 +122,8 @@ class ConstantGradient(BaseModel):
         self.fc = nn.Linear(36, 1, bias=False)
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        # Python makes no copy of a generator
+        MessageHub.get_current_instance().update_info('generator', (x for x in ()), resumed=False)
         return {'loss': self.fc(torch.ones_like(inputs.flatten(1))).float().mean() * 3}
 
 

@@ -93,8 +93,7 @@ class Plain(nn.Module):
 
 
 def overflow_and_norm() -> nn.Module:
-    large = Fault(lambda x: (x * 1e5).square().sqrt() * 1e-5)
-    return nn.Sequential(nn.Linear(8, 16), large, nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, 16), Fault(lambda x: x * 1e6 / 1e6), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
 class Positions(Plain):
@@ -205,6 +204,7 @@ KNOWN = {
     'scale that falls to nothing': answer(Plain, 'O2 O5', 'O5', '', {'O2': 'scale'}, loss_fn=times(1e9), **TINY_RATE),
     'mask': answer(lambda: OverflowingFormer(()), 'O2 O5', 'O5', **FORMER),
     'other error': answer(lambda: failing(BF16, KeyError('bfloat16')), 'O2 O5', 'O2', '', {'O5': 'KeyError'}),
+    'no memory in FP32': answer(lambda: failing(torch.float32, torch.OutOfMemoryError('')), 'O0 O5', 'O5'),
     'no memory': answer(lambda: failing(F16, torch.OutOfMemoryError('')), 'O2 O5', 'O5', '', {'O2': 'memory'}),
     'weights of the model itself': answer(Positions, 'O2 O5', 'O5', '', {'O2': 'use bfloat16'}, **ADAMW),
     'loss of gradients': answer(lambda: nn.Linear(8, 4), 'O5', 'O5', loss_fn=gradient_penalty),
