@@ -96,7 +96,7 @@ def test_scale_that_cannot_fall_is_reported(level: str, static: bool) -> None:
     floor = {'loss_scale': {'init_scale': 2.0**24}, 'min_loss_scale': 2.0**24, 'max_loss_scale': None}
     causes, skips, _ = train(level, large_gradient, range(20), 20, **({'loss_scale': 2.0**24} if static else floor))
     assert skips == 20
-    assert causes[:3] == ['gradient_scale'] * 3
+    assert causes == ['gradient_scale'] * 6
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2'])
