@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .casting.sharding import fully_shard as fully_shard
     from .diagnostics.overflow import Diagnosis as Diagnosis
     from .diagnostics.plot import plot_runs as plot_runs
-    from .diagnostics.ranges import Ranges as Ranges
     from .diagnostics.report import PrecisionReport as PrecisionReport
     from .diagnostics.suggest import LevelSuggestion as LevelSuggestion
     from .diagnostics.watch import TrainingWatch as TrainingWatch
@@ -64,7 +63,6 @@ _NAMES = {
     'diagnostics.watches': 'NonfiniteWatch nonfinite_watch',
     'diagnostics.plot': 'plot_runs',
     'diagnostics.report': 'PrecisionReport',
-    'diagnostics.ranges': 'Ranges',
     'diagnostics.suggest': 'LevelSuggestion',
     'diagnostics.watch': 'TrainingWatch',
     'engine.loss_scale': 'LossScaler',

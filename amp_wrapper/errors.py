@@ -84,6 +84,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + '...'
 
 
+def one_line(error: BaseException) -> str:
+    """The class and the text of an error of others on one line, of at most 300 characters."""
+    return f'{type(error).__name__}: {" ".join(str(error).split())}'[:300].removesuffix(': ')
+
+
 def nearest(word: str, known: Iterable[str], ending: str = '') -> str:
     """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string when nothing is close. ``ending`` is added."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

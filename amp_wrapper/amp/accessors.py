@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint import scales
-from ..diagnostics.watch import LinesFile, Log, TrainingWatch, read_options
+from ..diagnostics.step import read_options
+from ..diagnostics.watch import OPTIONS, LinesFile, Log, TrainingWatch
 from ..engine import Engine, attach_together
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, logger, short
 from ..policy.nested import parameters_of
@@ -123,7 +124,6 @@ def monitor(
     *,
     folder: str | Path | None = None,
     log: Log | None = None,
-    ranges_interval: int | None = None,
     diagnose_overflow: bool = True,
 ) -> TrainingWatch:
     """Watch why steps are skipped, and how well gradients fit into float16.
@@ -141,10 +141,8 @@ def monitor(
         optimizer: An initialised one.
         interval: Steps from one measurement to the next: steps 1, ``interval``, 2 * ``interval`` and so on are measured. None
             measures nothing. :class:`~amp_wrapper.TrainingWatch` says what the numbers are.
-        folder: Where ``amp_monitor.jsonl``, ``amp_ranges.jsonl`` and the reports in ``amp_diagnosis/`` are written; None writes
-            nothing.
+        folder: Where ``amp_monitor.jsonl`` and the reports in ``amp_diagnosis/`` are written; None writes nothing.
         log: Called with the step, counted from 1, and the numbers by name. Where it raises, a warning says so once.
-        ranges_interval: The same as ``interval`` for counts per layer, for ``amp_ranges.jsonl``; None for none.
         diagnose_overflow: Whether skipped steps are examined.
 
     Returns:
@@ -155,8 +153,7 @@ def monitor(
         AmpConfigError: An interval that is no whole number above 0; a ``diagnose_overflow`` that is neither True nor False; a
             ``log`` that cannot be called.
     """
-    words = {'interval': interval, 'ranges_interval': ranges_interval, 'diagnose_overflow': diagnose_overflow}
-    options = read_options(**words)
+    options = read_options(OPTIONS, {'interval': interval, 'diagnose_overflow': diagnose_overflow})
     if log is not None and not callable(log):
         raise AmpConfigError([f'log={log!r} must be a function of a step and a dict of numbers.'])
     engines, session = registry.engines_of(optimizer), registry.session_of(optimizer)
@@ -169,7 +166,7 @@ def monitor(
     def attach(engine: Engine, copied: nn.Module) -> None:
         attach_together([engine], [copied] if len(models) == 1 else list(copied.children()), engine.policy)
 
-    return TrainingWatch(engines[0] if engines else None, models, attach, options, logs, place, place)
+    return TrainingWatch(engines[0] if engines else None, models, attach, options, logs, place)
 
 
 def state_dict(

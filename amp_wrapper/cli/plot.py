@@ -1,4 +1,4 @@
-"""``amp-wrapper plot``: pictures of the loss scale, skipped steps and ranges, from the logs of one training or several."""
+"""``amp-wrapper plot``: pictures of the loss scale and skipped steps, from the logs of one training or several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from ..diagnostics.plot import DEFAULT_PANELS, PANELS, Run
 
-HELP = 'pictures of loss scale, skipped steps and ranges, from logs'
+HELP = 'pictures of loss scale and skipped steps, from logs'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'work dir (its newest run, and those it was resumed from), folder of one run, scalars.json or other JSON lines'
     )
     parser.add_argument('logs', metavar='LOG', nargs='+', help=log)
-    parser.add_argument(
-        '--out', metavar='FILE', help='file to write, .png or .svg; default: amp_plot.png or amp_ranges.png here'
-    )
-    parser.add_argument(
-        '--ranges', action='store_true', help='a heat map of gradients and weights per layer, from amp_ranges.jsonl'
-    )
+    out = 'file to write, .png or .svg; default: amp_plot.png here'
+    parser.add_argument('--out', metavar='FILE', default='amp_plot.png', help=out)
     shown = f'some of: {" ".join(PANELS)}; default: all but lr'
     parser.add_argument('--panels', nargs='+', choices=tuple(PANELS), metavar='PANEL', help=shown)
     parser.add_argument('--from', dest='first', type=int, metavar='N', help='first iteration')
@@ -48,25 +44,18 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         AmpUsageError: A log cannot be read; there is nothing to draw; the file cannot be written; matplotlib is not installed.
-        AmpConfigError: Options that do not fit together.
     """
     from ..diagnostics import plot
-    from ..errors import AmpConfigError
 
-    if args.ranges and (args.panels or len(args.logs) > 1):
-        raise AmpConfigError(['--ranges draws one training and has no --panels: give one log, and leave --panels out.'])
-    out = args.out or ('amp_ranges.png' if args.ranges else 'amp_plot.png')
-    if args.ranges:
-        plot.save(plot.plot_ranges(args.logs[0], args.first, args.last, args.title), out)
-    else:
-        panels = args.panels or DEFAULT_PANELS
-        runs = plot.read_runs(args.logs, args.first, args.last)
-        plot.save(plot.draw(runs, panels, args.title), out)
-        print(*map(_summary, runs), sep='\n')
-        missing = [name for name in panels if not any(run.lines(PANELS[name][1]) for run in runs)]
-        if missing:
-            print('left out:', ', '.join(f'{name} (no {PANELS[name][1]} in the log)' for name in missing))
-    print(out)
+    panels = args.panels or DEFAULT_PANELS
+    figure = plot.plot_runs(args.logs, panels=panels, first=args.first, last=args.last, title=args.title)
+    plot.save(figure, args.out)
+    runs = plot.read_runs(args.logs, args.first, args.last)
+    print(*map(_summary, runs), sep='\n')
+    missing = [name for name in panels if not any(run.lines(PANELS[name][1]) for run in runs)]
+    if missing:
+        print('left out:', ', '.join(f'{name} (no {PANELS[name][1]} in the log)' for name in missing))
+    print(args.out)
     return 0
 
 

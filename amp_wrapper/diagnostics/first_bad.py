@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_internals import TorchDispatchMode, writes_in_place
-from .watches import BACKWARD, FORWARD, Places, named_tensors, numbers, storage_key
+from .watches import FORWARD, Places, named_tensors, numbers, storage_key
 
 #: The worst that is in a tensor: minus infinity alone is what masks have.
 FINITE, MASK, INFINITE, NAN = range(4)
@@ -61,7 +61,6 @@ class BadOp:
         origin: 'op', or 'input' or 'weight' for what came in with NaN.
         largest: The largest number that it was given; None where not all were finite.
         reason: What was done that gives no number, such as a division by zero; '' for an overflow.
-        makers: The ops that gave what it was given.
     """
 
     op: str
@@ -77,7 +76,6 @@ class BadOp:
     origin: str = 'op'
     largest: float | None = None
     reason: str = ''
-    makers: tuple[str, ...] = ()
 
 
 class _Writer(NamedTuple):
@@ -102,8 +100,6 @@ class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        #: The first op of the backward pass whose result is not finite.
-        self.first_gradient: BadOp | None = None
         self._places = Places(model)
         self._origins: dict[int, BadOp] = {}
         self._writers: dict[int, _Writer] = {}
@@ -169,14 +165,11 @@ class FirstBad(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             found = self._describe(name, tensor, kind, 0 if is_asked_for else 1 if kind == MASK else 2)
             found.largest = largest if given and worst == FINITE else None
-            writers = [self._writers[key] for t, *_ in given if (key := storage_key(t)) in self._writers]
-            found.makers = tuple(writer.op for writer in writers)
             found.reason = _reason(bare, args, kind == NAN, worst != FINITE)
             if found.reason:
                 # what it was given was rounded before
-                found.dtype = next((writer.dtype for writer in writers if writer.dtype), found.dtype)
-        if self.first_gradient is None and found.strength and self._places.here()[0] == BACKWARD:
-            self.first_gradient = found if found.phase == BACKWARD else self._describe(name, tensor, kind, 2)
+                writers = [self._writers.get(storage_key(each)) for each, *_ in given]
+                found.dtype = next((writer.dtype for writer in writers if writer and writer.dtype), found.dtype)
         return found
 
     def _describe(self, op: str, tensor: Tensor, kind: int, strength: int) -> BadOp:

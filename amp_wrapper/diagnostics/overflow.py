@@ -20,7 +20,7 @@ from ..shards import local
 from .first_bad import NAN, BadOp
 from .page import Page, Table
 from .recorder import StepRecord, identifiers
-from .replay import Remedy, Replayer, named_in_list
+from .replay import Remedy, Replayer
 from .sandbox import Attach, own_functions
 from .watches import BACKWARD, FORWARD, Maximum, is_bad
 
@@ -37,7 +37,7 @@ _ADVICE = {
     'gradient_scale': 'Gradients carry the loss scale {scale:g} there; with loss_scale=1.0 they fit. A dynamic scale falls by '
     'itself until they do: nothing is to be done then, unless steps are skipped over and over.',
 }
-_LOSS_OPS = ('loss', 'binary_cross_entropy', 'cross_entropy', 'ctc')
+_LOSS_OPS = ('loss', 'cross_entropy', 'ctc')
 _OUTPUTS = 'The largest absolute number in what each module gave, in the order in which the modules ended.'
 _AGAIN = 'The step could not be run again:'
 _NOT_REPRODUCED = (
@@ -65,7 +65,6 @@ class Diagnosis:
         phase: 'forward', 'backward', or '' for neither.
         op: The op in which it begins.
         source: The line of Python that called it.
-        first_gradient: Of the first gradient that is not finite, in the order of the backward pass: module and node.
         parameters: Those concerned, by name.
         losses: The losses concerned, by ``loss_id``.
         level: What the step ran at.
@@ -83,7 +82,6 @@ class Diagnosis:
     phase: str = ''
     op: str = ''
     source: str = ''
-    first_gradient: str = ''
     parameters: list[str] = dataclasses.field(default_factory=list)
     losses: list[int] = dataclasses.field(default_factory=list)
     level: str = ''
@@ -96,15 +94,13 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         """The settings that made the step finite, in words; '' where none was found."""
-        good, half = (
+        whole, half = (
             ' or '.join(each.setting for each in self.remedies if each.finite and each.forward_only == is_half)
             for is_half in (False, True)
         )
-        whole = f'With {good}, this step is finite.' if good else ''
-        part = (
-            f'With {half}, its forward pass is finite; the loss, outside of the model, was not tried.' if half else ''
-        )
-        return f'{whole} {part}'.strip()
+        words = [f'With {whole}, this step is finite.'] if whole else []
+        unknown = 'the loss, outside of the model, was not tried.'
+        return ' '.join([*words, f'With {half}, its forward pass is finite; {unknown}'] if half else words)
 
     def page(self, **facts: Any) -> Page:
         """Return all of it as a page.
@@ -117,15 +113,14 @@ class Diagnosis:
         rows = [[each.name or '(model)', each.kind, dtype_name(each.dtype), each.largest] for each in self.outputs]
         bad = {row: 'bad' for row, each in enumerate(self.outputs) if not math.isfinite(each.largest)}
         words = {True: 'finite', False: 'not finite', None: 'not tried'}
-        shown = [f'{words[each.finite]}{" in its forward pass" * each.forward_only}' for each in self.remedies]
-        tried = [[each.setting, text] for each, text in zip(self.remedies, shown)]
+        tried = [[r.setting, words[r.finite] + ' in its forward pass' * r.forward_only] for r in self.remedies]
         good = {row: 'good' for row, each in enumerate(self.remedies) if each.finite}
         tables = [
             Table('What was tried on this step', ['setting', 'step'], tried, marks=good),
             Table('The forward pass', ['module', 'class', 'type', 'largest number'], rows, _OUTPUTS, bad),
         ]
-        known = {'cause': self.cause, 'line': self.source, 'first gradient': self.first_gradient, 'level': self.level}
-        known['losses'] = ', '.join(f'{value:g} (scale {scale:g})' for value, scale in zip(self.values, self.scales))
+        losses = ', '.join(f'{value:g} (scale {scale:g})' for value, scale in zip(self.values, self.scales))
+        known = {'cause': self.cause, 'line': self.source, 'level': self.level, 'losses': losses}
         known |= {key: some(values, 64) for key, values in {'parameters': self.parameters, **self.samples}.items()}
         known |= {key: str(fact) for key, fact in facts.items()}
         title = f'Skipped step {facts.get("iteration", "")}'.strip()
@@ -145,13 +140,8 @@ def diagnose(step: StepRecord, model: nn.Module, engine: Engine, attach: Attach)
     """
     # others were for no loss of this step
     used = dataclasses.replace(step, calls=[call for call in step.calls if call.gradients] or step.calls)
-    examination = _Examination(Replayer(used, model, engine.policy, attach), model, engine)
-    found = examination.of_state() or examination.of_replay()
-    if isinstance(model, nn.ModuleList):
-        # several models that were initialised together, under the names that they have elsewhere
-        found.module = named_in_list(found.module)
-        found.parameters = [named_in_list(name) for name in found.parameters]
-    return complete(found, used, engine.policy)
+    examination = _Examination(Replayer(used, model, engine.policy, attach), engine)
+    return complete(examination.of_state() or examination.of_replay(), used, engine.policy)
 
 
 def complete(found: Diagnosis, step: StepRecord, policy: Policy) -> Diagnosis:
@@ -169,30 +159,31 @@ def complete(found: Diagnosis, step: StepRecord, policy: Policy) -> Diagnosis:
 class _Examination:
     """The questions that are asked of one step, in their order."""
 
-    def __init__(self, replayer: Replayer, model: nn.Module, engine: Engine) -> None:
-        self._replayer, self._model, self._engine = replayer, model, engine
-        self._step, self._type = replayer.step, engine.policy.half_type or torch.float32
+    def __init__(self, replayer: Replayer, engine: Engine) -> None:
+        self._replayer, self._engine, self._step = replayer, engine, replayer.step
+        self._modules = dict(replayer.model.named_modules())
+        self._type = engine.policy.half_type or torch.float32
 
     # -- weights and state -------------------------------------------------------------------------------------------
 
     def of_state(self) -> Diagnosis | None:
         """Look at weights and optimizer state; None where they are finite, and in range."""
         stepped = set(map(id, self._engine.weights()))
-        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad and id(p) in stepped}
+        parameters = self._replayer.model.named_parameters()
+        named = {name: p for name, p in parameters if p.requires_grad and id(p) in stepped}
         bad = [name for name, weight in named.items() if is_bad(_fp32(weight))]
-        lost = [name for name, weight in named.items() if is_bad(local([weight.detach()])[0])]
-        if not bad and not lost:
+        names = bad or [name for name, weight in named.items() if is_bad(local([weight.detach()])[0])]
+        if not names:
             return None
-        if bad:
-            why = 'other code wrote to them, gradients were changed after the check, or a step with a very large learning rate '
-            why = self._eps_is_zero() or f'{why}was taken, since steps like this one are skipped'
-            if state := self._bad_state():
-                why = f'the state of the optimizer is not finite ({some(state)})'
+        if state := self._bad_state() if bad else []:
+            why = f'the state of the optimizer is not finite ({some(state)})'
+        elif bad:
+            why = 'other code wrote to them, gradients were changed after the check, or a step was too large, by its learning '
+            why += 'rate or an eps that is zero in the type of 16-bit weights, since steps like this one are skipped'
         else:
-            most = max(float(_fp32(named[name]).abs().max()) for name in lost)
+            most = max(float(_fp32(named[name]).abs().max()) for name in names)
             end = torch.finfo(self._type).max
             why = f'numbers up to {most:.3g} are too large for {dtype_name(self._type)}, which ends at {end:.5g}'
-        names = bad or lost
         found = self._at('weight', f'Weights are not finite: {some(names)}: {why}.', names[0].rpartition('.')[0])
         found.parameters = names
         if not bad:
@@ -210,23 +201,6 @@ class _Examination:
             if isinstance(value, Tensor) and value.is_floating_point() and is_bad(local([value])[0])
         ]
 
-    def _eps_is_zero(self) -> str:
-        """Say where 16-bit weights are stepped by themselves, and ``eps`` is zero in their type; or ''."""
-        optimizer, types = self._engine.optimizer, {weight.dtype for weight in self._engine.weights()}
-        eps = None if optimizer is None else optimizer.defaults.get('eps')
-        dtype = next((each for each in types if each in HALF_TYPES), None)
-        if (
-            self._engine.policy.master_weights
-            or not dtype
-            or not isinstance(eps, float)
-            or float(torch.tensor(eps, dtype=dtype))
-        ):
-            return ''
-        return (
-            f'the optimizer steps them in {dtype_name(dtype)}, where its eps={eps:g} is zero, and so is a small second moment: '
-            f'0 is divided by 0. A larger eps, such as 1e-4, mends that, or a level with FP32 masters'
-        )
-
     # -- the step again ----------------------------------------------------------------------------------------------
 
     def of_replay(self) -> Diagnosis:
@@ -234,7 +208,8 @@ class _Examination:
         step = self._step
         if not step.calls:
             what = 'no tensor with a gradient was found in what the model returns.'
-            what = what if step.unseen else 'torch.compile hides it. Train without it until the place is found.'
+            if not step.unseen:
+                what = 'the model was not called as a whole, but part by part; or torch.compile hides it: train without it.'
             return Diagnosis('not_replayed', f'{_AGAIN} {what}')
         if not all(call.is_unchanged for call in step.calls):
             what = 'its inputs were written to, by the model itself or after its forward pass.'
@@ -249,13 +224,13 @@ class _Examination:
             again = self._replayer.run(traced=True)
         if again.refused:
             return Diagnosis('not_replayed', f'{_AGAIN} {again.refused}')
-        is_loss_bad = any(is_bad(loss.value) for loss in step.losses)
+        given = [each for call in step.calls for kept in call.gradients.values() for each in kept.values()]
         # what came back to outputs that are losses are single finite numbers
-        is_output = step.gradients and all(each.numel() == 1 and not is_bad(each) for each in step.gradients)
+        is_output = given and all(each.numel() == 1 and not is_bad(each) for each in given)
         if again.first is not None:
             self._replayer = dataclasses.replace(self._replayer, judges_losses='outputs' not in again.calls)
             found = self._of_place(again.first, FORWARD if 'outputs' in again.calls else BACKWARD)
-        elif 'loss' in again.calls or (is_loss_bad and not is_output):
+        elif 'loss' in again.calls or (any(is_bad(loss.value) for loss in step.losses) and not is_output):
             found = self._of_loss()
         elif again.bad_sums:
             text = f'Gradients of several backward passes are finite in {dtype_name(self._type)}, and their sum is not'
@@ -267,16 +242,13 @@ class _Examination:
             found = Diagnosis('not_reproduced', _NOT_REPRODUCED)
         found.outputs, found.losses = again.outputs, sorted(whole.losses)
         found.parameters = found.parameters or again.parameters
-        if (first := again.first_gradient) is not None:
-            found.first_gradient = f'{self._called(first.module)}: {first.node or first.op}'
         return found
 
     def _of_place(self, place: BadOp, phase: str) -> Diagnosis:
         """Say what an op has done, and whether it does so in FP32."""
         if place.origin == 'input':
             name = self._replayer.step.calls[0].name
-            who = self._called(name) if name else 'the model'
-            text = f'What {who} was given is not finite: {place.op} has {place.counts[0]:,} infinities or NaN'
+            text = f'What {self._called(name)} was given is not finite: {place.op} has {place.counts[0]:,} infinities or NaN'
             return self._at('input', f'{text} among {place.counts[1]:,} elements.', name, place)
         if place.origin == 'weight':
             found = self._at('weight', f'{place.op} is not finite.', place.op.rpartition('.')[0], place)
@@ -289,18 +261,20 @@ class _Examination:
         if scale is not None and scale.finite and self._step.scale > 1:
             cause = 'gradient_scale'
         advice = _ADVICE[cause].format(type=dtype_name(place.dtype), scale=self._step.scale)
-        if phase == FORWARD and self._is_loss(place):
+        parts = place.module.split('.')
+        around = [self._modules['.'.join(parts[: end + 1])] for end in range(len(parts))]
+        if phase == FORWARD and (any(word in place.op for word in _LOSS_OPS) or any(map(is_loss, around))):
             cause = 'loss'
         found = self._at(cause, f'{self._begins(place)} {advice}', place.module, place)
         if kind == 'nan' and cause != 'gradient_scale':
             found.remedies = [Remedy('fp32', "opt_level='O0'", False)]
         else:
-            tried = [] if cause == 'gradient_scale' else self._try(place.module, place)
+            tried = [] if cause == 'gradient_scale' else self._try(place.module)
             found.remedies = [*tried, *([] if scale is None else [scale])]
         return found
 
     def _of_loss(self) -> Diagnosis:
-        if any(own_functions(module) for module in self._model.modules()):
+        if any(own_functions(module) for module in self._modules.values()):
             # forward hooks that the copy did not run
             return Diagnosis('not_reproduced', _NOT_REPRODUCED)
         bad = [loss for loss in self._step.losses if is_bad(loss.value)]
@@ -319,7 +293,11 @@ class _Examination:
 
     def _at(self, cause: str, text: str, module: str, place: BadOp | None = None) -> Diagnosis:
         words: dict[str, Any] = {} if place is None else {'phase': place.phase, 'op': place.op, 'source': place.source}
-        return Diagnosis(cause, text, module, self._class_of(module), **words)
+        kind = class_name(self._modules[module]) if module in self._modules else ''
+        return Diagnosis(cause, text, module, kind, **words)
+
+    def _called(self, module: str) -> str:
+        return f'{module} ({class_name(self._modules[module])})' if module in self._modules and module else 'the model'
 
     def _begins(self, place: BadOp) -> str:
         """Say where it begins, and with which numbers."""
@@ -330,26 +308,15 @@ class _Examination:
         phase = 'forward pass' if place.phase == FORWARD else f'backward pass ({place.node or "a sum of gradients"})'
         came = '' if place.largest is None else f' from finite numbers up to {place.largest:.3g}'
         line = f' The line is {place.source}.' if place.source else ''
+        who = self._called(place.module) + ' itself' * (not place.module)
         counts = '{:,} of {:,} elements'.format(*place.counts)
-        return f'{kind} in the {phase} of {self._called(place.module)}: {place.op} made {counts} {what}{came}.{line}'
+        return f'{kind} in the {phase} of {who}: {place.op} made {counts} {what}{came}.{line}'
 
-    def _called(self, module: str) -> str:
-        shown = named_in_list(module) if isinstance(self._model, nn.ModuleList) else module
-        return f'{shown} ({self._class_of(module)})' if module else 'the model itself'
-
-    def _class_of(self, module: str) -> str:
-        return class_name(self._model.get_submodule(module)) if module in dict(self._model.named_modules()) else ''
-
-    def _is_loss(self, place: BadOp) -> bool:
-        parts = place.module.split('.')
-        around = [self._model.get_submodule('.'.join(parts[: end + 1])) for end in range(len(parts)) if place.module]
-        return any(word in place.op for word in _LOSS_OPS) or any(map(is_loss, around))
-
-    def _try(self, module: str, place: BadOp | None = None) -> list[Remedy]:
+    def _try(self, module: str) -> list[Remedy]:
         """Try what may make the step finite."""
-        functions = None if place is None else self._replayer.functions(place)
-        found = [self._replayer.keep(module), functions, self._replayer.in_bfloat16()] if self._step.calls else []
-        return [each for each in found if each is not None]
+        replayer = self._replayer if self._step.calls else None
+        found = [replayer.keep(module)] if replayer and module else []
+        return [*found, replayer.in_bfloat16()] if replayer and self._type is torch.float16 else found
 
 
 def _fp32(weight: Tensor) -> Tensor:
@@ -375,16 +342,10 @@ def judge_watched(seen: Sequence[Maximum], step: StepRecord, engine: Engine) -> 
     if place.phase == 'input':
         return complete(Diagnosis('input', 'What the model was given holds NaN.'), step, engine.policy)
     before = [each for each in seen[: seen.index(place)] if (each.phase == BACKWARD) == (place.phase == BACKWARD)]
-    most = max((each for each in before if math.isfinite(each.largest)), key=lambda each: each.largest, default=None)
-    end = torch.finfo(engine.policy.half_type or torch.float32).max
+    most = max((each.largest for each in before if math.isfinite(each.largest)), default=None)
     what = 'output' if place.phase == FORWARD else 'gradient of an output'
-    where = f'{place.name or "the model itself"} ({place.kind})'
-    numbers = '' if most is None else f'numbers up to {most.largest:.3g}'
-    after = f', after {numbers}' if numbers else ''
-    cause, text = 'not_replayed', f'The first {what} that is not finite is that of {where}{after}.'
-    if most is not None and most.phase == 'input' and most.largest > end:
-        text = f'What the model was given is too large: {numbers}, and the type of the level ends at {end:.5g}.'
-        cause = 'forward_range'
+    after = '' if most is None else f', after numbers up to {most:.3g}'
+    text = f'The first {what} that is not finite is that of {place.name or "the model itself"} ({place.kind}){after}.'
     outputs = [each for each in seen if each.phase == FORWARD]
-    found = Diagnosis(cause, text, place.name, place.kind, place.phase, outputs=outputs)
+    found = Diagnosis('not_replayed', text, place.name, place.kind, place.phase, outputs=outputs)
     return complete(found, step, engine.policy)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import AmpUsageError
+from ..checkpoint.file import replacing
 from ..version import __version__
 
 #: Of the JSON of all tools; it rises when a key changes its meaning or goes.
@@ -137,10 +137,8 @@ class Page:
 
     def json(self) -> str:
         """Return :attr:`data` as JSON that any reader takes. Numbers that are not finite are null."""
-        return (
-            json.dumps(finite({'format': FORMAT, 'amp_wrapper': __version__, **self.data}), indent=1, default=str)
-            + '\n'
-        )
+        data = finite({'format': FORMAT, 'amp_wrapper': __version__, **self.data})
+        return f'{json.dumps(data, indent=1, default=str)}\n'
 
     def write(self, folder: str | os.PathLike[str], stem: str = 'report') -> tuple[Path, Path]:
         """Write ``<stem>.html`` and ``<stem>.json``, each whole or not at all.
@@ -157,32 +155,9 @@ class Page:
         """
         paths = Path(folder, f'{stem}.html'), Path(folder, f'{stem}.json')
         for path, text in zip(paths, (self.html(), self.json())):
-            write_text(path, text)
+            with replacing(path) as part:
+                part.write_text(text, encoding='utf-8')
         return paths
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; an old one is replaced when the new one is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f'{path.name}.{os.getpid()}.part')
-    try:
-        part.write_text(text, encoding='utf-8')
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def check_writable(path: str | os.PathLike[str], option: str) -> None:
-    """Refuse a file that cannot be written, before the work that fills it.
-
-    Raises:
-        AmpUsageError: It is a folder, or its folder cannot be written to; an empty name.
-    """
-    target = Path(path)
-    place = next(above for above in target.absolute().parents if above.exists())
-    if not os.fspath(path) or target.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
-        what = 'it is a folder' if target.is_dir() else f'{place} is no folder that can be written to'
-        raise AmpUsageError(f'{option}: {path or "an empty name"} cannot be written: {what}. Give the path of a file.')
 
 
 def finite(value: Any) -> Any:

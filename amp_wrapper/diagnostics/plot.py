@@ -1,4 +1,4 @@
-"""Draws the logs of trainings, and the ranges of their layers. Importing this module imports neither torch nor matplotlib."""
+"""Draws the logs of trainings. Importing this module imports neither torch nor matplotlib."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import math
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,36 +83,13 @@ def read_run(path: PathLike) -> Run:
     Raises:
         AmpUsageError: There is no such file, it cannot be read, or it has none of the numbers.
     """
-    run = _read(Path(path), _LOGS, _log_values, 'an "iteration" and a loss, grad_norm, lr or number of amp.monitor')
-    begin, is_whole = next(iter(run.rows.values())), _starts_fresh(run.rows, min(run.rows))
-    for key in {name for row in run.rows.values() for name in row if name.endswith('amp_skipped')}:
-        # the log has it from the first skip on; skips in a log without the beginning may be older than its first line
-        last = 0.0 if is_whole else begin.get(key, 0.0)
-        for row in run.rows.values():
-            count = row.pop(key, math.nan)
-            if count > last:
-                row[key] = count - last
-                # a level without a loss scale skips steps too
-                row.setdefault(key.replace('skipped', 'scale'), 1.0)
-            last = last if math.isnan(count) else count
-    return run
-
-
-def _read(path: Path, names: Sequence[str], values_of: Callable[[Any], Any], wanted: str) -> Run:
-    """Read the rows of one training.
-
-    Args:
-        path: As in :func:`read_run`.
-        names: The files that are looked for in folders.
-        values_of: Turns a JSON object into a row.
-        wanted: What a line has to have, for the error.
-    """
+    place = Path(path)
     # mmengine names folders by the time
-    older = [file for name in names for file in sorted(path.glob(f'*/vis_data/{name}'), reverse=True)]
-    files = [*(path / place / name for place in ('', 'vis_data') for name in names), *older]
-    runs: list[list[tuple[int, Any]]] = []
+    older = [file for name in _LOGS for file in sorted(place.glob(f'*/vis_data/{name}'), reverse=True)]
+    files = [*(place / folder / name for folder in ('', 'vis_data') for name in _LOGS), *older]
+    runs: list[list[tuple[int, dict[str, float]]]] = []
     try:
-        for lines in (_lines(file, values_of) for file in (filter(Path.exists, files) if path.is_dir() else [path])):
+        for lines in map(_lines, filter(Path.exists, files) if place.is_dir() else [place]):
             if runs and lines and _starts_fresh(dict(runs[0]), lines[0][0]):
                 break
             runs[:0] = [lines] if lines else []
@@ -121,19 +97,36 @@ def _read(path: Path, names: Sequence[str], values_of: Callable[[Any], Any], wan
         raise AmpUsageError(f'no log {str(path)!r} can be read: {error.strerror or error}.') from error
     rows: Rows = {}
     resumed: list[int] = []
-    for is_first, (place, values) in ((line is lines[0], line) for lines in runs for line in lines):
-        if is_first or (rows.get(place, {}).keys() & values.keys() and place < max(rows)):
+    for is_first, (at, values) in ((line is lines[0], line) for lines in runs for line in lines):
+        if is_first or (rows.get(at, {}).keys() & values.keys() and at < max(rows)):
             # what was done again is taken from the later run
-            rows = {at: row for at, row in rows.items() if at < place}
-            resumed = [at for at in resumed if at < place] + [place] * bool(rows)
-        rows.setdefault(place, {}).update(values)
-    rows = {place: rows[place] for place in sorted(rows) if rows[place]}
+            rows = {before: row for before, row in rows.items() if before < at}
+            resumed = [before for before in resumed if before < at] + [at] * bool(rows)
+        rows.setdefault(at, {}).update(values)
+    rows = {at: rows[at] for at in sorted(rows) if rows[at]}
     if not rows:
+        wanted = 'an "iteration" and a loss, grad_norm, lr or number of amp.monitor'
         raise AmpUsageError(f'{str(path)!r} has no JSON lines with {wanted}. CSV and text logs are not read.')
+    _count_skips(rows)
     return Run(_names([path])[0], rows, resumed)
 
 
-def _lines(file: Path, values_of: Callable[[Any], Any]) -> list[tuple[int, Any]]:
+def _count_skips(rows: Rows) -> None:
+    """Replace how many steps were skipped so far by how many were since the line before."""
+    begin, is_whole = next(iter(rows.values())), _starts_fresh(rows, min(rows))
+    for key in {name for row in rows.values() for name in row if name.endswith('amp_skipped')}:
+        # the log has it from the first skip on; skips in a log without the beginning may be older than its first line
+        last = 0.0 if is_whole else begin.get(key, 0.0)
+        for row in rows.values():
+            count = row.pop(key, math.nan)
+            if count > last:
+                row[key] = count - last
+                # a level without a loss scale skips steps too
+                row.setdefault(key.replace('skipped', 'scale'), 1.0)
+            last = last if math.isnan(count) else count
+
+
+def _lines(file: Path) -> list[tuple[int, dict[str, float]]]:
     found, lines = [], []
     for text in file.read_text(encoding='utf-8', errors='replace').split('\n'):
         with suppress(ValueError, TypeError):
@@ -143,7 +136,7 @@ def _lines(file: Path, values_of: Callable[[Any], Any]) -> list[tuple[int, Any]]
         with suppress(ValueError, TypeError, LookupError, AttributeError, OverflowError):
             # the monitor writes a step alone; so do validations, where mmengine counts epochs
             place = line['step'] if key not in line and any('amp_' in name for name in line) else line[key]
-            lines.append((int(place), values_of(line)))
+            lines.append((int(place), _log_values(line)))
     return lines
 
 
@@ -152,20 +145,6 @@ def _log_values(line: dict[str, Any]) -> dict[str, float]:
     wanted = {name: value for name, value in wanted.items() if isinstance(value, (int, float, type(None)))}
     # null is what JSON has in place of NaN
     return {name: math.nan if value is None else float(value) for name, value in wanted.items()}
-
-
-def _range_values(line: dict[str, Any]) -> dict[tuple[str, str], tuple[float, int]]:
-    """Find the power of two of the median, and the number of infinities and NaN, by kind and layer."""
-    # a product with a power of two moves each element by as many places
-    shifts = {'gradients': round(math.log2(line['loss_scale'])) if line.get('without_scale') else 0, 'weights': 0}
-    found = {}
-    for kind, shift in shifts.items():
-        for layer, counts in line[kind].items():
-            powers = sorted((int(power), count) for power, count in counts['powers'].items())
-            below = list(itertools.accumulate(count for _, count in powers))
-            median = next((power + shift for (power, _), seen in zip(powers, below) if 2 * seen >= below[-1]), math.nan)
-            found[kind, layer] = median, counts['nonfinite']
-    return found
 
 
 def _starts_fresh(rows: Rows, usual: int) -> bool:
@@ -210,64 +189,56 @@ def plot_runs(
         AmpUsageError: A log cannot be read; there is nothing to draw; matplotlib is not installed.
         AmpConfigError: No runs, or an unknown panel.
     """
-    runs = [runs] if isinstance(runs, (str, os.PathLike)) else runs
     problems = [f'panels={name!r} is none of {", ".join(PANELS)}.' for name in panels if name not in PANELS]
     if problems or not runs:
         raise AmpConfigError(problems or ['runs=[] is empty: give the log of a training.'])
-    return draw(read_runs(runs, first, last), panels, title)
-
-
-def read_runs(paths: Sequence[PathLike], first: int | None, last: int | None) -> list[Run]:
-    """Read the part of some runs from one iteration to another one, with names that tell them apart."""
-    named = [run._replace(name=name) for name, run in zip(_names(paths), map(read_run, paths))]
-    return [run.between(first, last) for run in named]
-
-
-def draw(runs: Sequence[Run], panels: Sequence[str], title: str) -> Figure:
-    """Draw runs; the other arguments, the result and the errors are those of :func:`plot_runs`."""
-    shown = [PANELS[name] for name in PANELS if name in panels and any(run.lines(PANELS[name][1]) for run in runs)]
+    found = read_runs([runs] if isinstance(runs, (str, os.PathLike)) else runs, first, last)
+    shown = [PANELS[name] for name in PANELS if name in panels and any(run.lines(PANELS[name][1]) for run in found)]
     if not shown:
-        raise AmpUsageError(f'nothing to draw for panels={list(panels)} in these iterations of {runs[0].name}.')
+        raise AmpUsageError(f'nothing to draw for panels={list(panels)} in these iterations of {found[0].name}.')
     with styled() as (figure_type, colours):
         figure = figure_type(figsize=(8.0, 1.0 + 1.45 * len(shown)), layout='constrained')
         grid = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
         chosen: dict[str, str] = {}
         for axes, (heading, number) in zip(grid, shown):
             axes.set_title(heading)
-            lines = [(run, part, points) for run in runs for part, points in run.lines(number).items()]
+            lines = [(run, part, points) for run in found for part, points in run.lines(number).items()]
             _set_axis(axes, number, [value for *_, points in lines for value in points.values()])
             for run, part, points in lines:
                 # mathtext begins with a dollar
-                label = (f'{run.name}: {part}' if part and len(runs) > 1 else part or run.name).replace('$', r'\$')
+                label = (f'{run.name}: {part}' if part and len(found) > 1 else part or run.name).replace('$', r'\$')
                 is_known, colour = label in chosen, chosen.setdefault(label, colours[len(chosen) % len(colours)])
-                _draw_line(axes, number, points, color=colour, label='' if is_known else label)
+                words: Any = {'color': colour, 'label': '' if is_known else label}
+                style: Any = {'marker': 'o', 'markersize': 3.5} if len(points) <= 12 else {}
+                style['drawstyle'] = 'steps-post' if number == 'amp_scale' else 'default'
+                if len(points) > 100 and number not in ('amp_scale', 'lr'):
+                    axes.plot(*zip(*_means(points)), **words)
+                    words, style = {'color': colour}, {'linewidth': 0.8, 'alpha': 0.3}
+                axes.plot(list(points), list(points.values()), **words, **style)
                 skips = run.lines('amp_skipped').get(part, {}) if number == 'amp_scale' else {}
-                _draw_crosses(axes, number, points, skips, _RED if len(runs) == 1 else colour)
-            for place in {place for run in runs for place in run.resumed}:
+                _draw_crosses(axes, number, points, skips, _RED if len(found) == 1 else colour)
+            for place in {place for run in found for place in run.resumed}:
                 axes.axvline(place, color='#767676', linewidth=0.9, linestyle='--')
-        grid[-1].set_xlabel('iteration' + '  (dashed line: resumed)' * any(run.resumed for run in runs))
+        grid[-1].set_xlabel('iteration' + '  (dashed line: resumed)' * any(run.resumed for run in found))
         grid[-1].xaxis.set_major_formatter('{x:,.0f}')
-        heading = title or (runs[0].name if len(runs) == 1 else '')
+        heading = title or (found[0].name if len(found) == 1 else '')
         figure.suptitle(heading.replace('$', r'\$'), x=0.012, ha='left', weight='bold')
         if len(chosen) > 1:
             figure.legend(loc='outside lower left', ncols=max(1, 90 // (8 + max(map(len, chosen)))))
     return figure
 
 
-def _draw_line(axes: Axes, number: str, points: dict[int, float], **look: Any) -> None:
-    """Draw a line with gaps where it is not finite; a long one light, with the mean of a thirtieth of the points over it."""
-    finite = {place: value for place, value in points.items() if math.isfinite(value)}
-    if len(finite) <= 100 or number in ('amp_scale', 'lr'):
-        style: dict[str, Any] = {'marker': 'o', 'markersize': 3.5} if len(points) <= 12 else {}
-        style['drawstyle'] = 'steps-post' if number == 'amp_scale' else 'default'
-        axes.plot(list(points), list(points.values()), **style, **look)
-    else:
-        axes.plot(list(points), list(points.values()), linewidth=0.8, alpha=0.3, color=look['color'])
-        places, values, half = list(finite), list(finite.values()), len(finite) // 60
-        middles = range(0, len(places), 1 + len(places) // 300)
-        windows = [values[max(0, middle - half) : middle + half + 1] for middle in middles]
-        means = [sum(window) / len(window) for window in windows]
-        axes.plot([places[middle] for middle in middles], means, **look)
+def read_runs(paths: Sequence[PathLike], first: int | None, last: int | None) -> list[Run]:
+    """Read the part of some runs from one iteration to another one, with names that tell them apart."""
+    return [read_run(path)._replace(name=name).between(first, last) for path, name in zip(paths, _names(paths))]
+
+
+def _means(points: dict[int, float]) -> list[tuple[int, float]]:
+    """Return means over a thirtieth of the points, at no more than 300 places."""
+    known = [(at, value) for at, value in points.items() if math.isfinite(value)]
+    half, places = len(known) // 60, range(0, len(known), 1 + len(known) // 300)
+    windows = [known[max(0, place - half) : place + half + 1] for place in places]
+    return [(known[at][0], sum(value for _, value in window) / len(window)) for at, window in zip(places, windows)]
 
 
 def _draw_crosses(axes: Axes, number: str, points: dict[int, float], skips: dict[int, float], colour: str) -> None:
@@ -292,56 +263,6 @@ def _set_axis(axes: Axes, number: str, values: list[float]) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0) if number == 'amp_grad_subnormal' else '{x:g}')
 
 
-def plot_ranges(folder: PathLike, first: int | None = None, last: int | None = None, title: str = '') -> Figure:
-    """Draw a heat map: a row for each layer, a column for each measurement, the colour tells how large the median element is.
-
-    Gradients have the loss scale in them, as the 16-bit type sees them. Zeros do not count. Grey cells have nothing but
-    zeros, or were not measured; crosses are infinities or NaN.
-
-    Args:
-        folder: A log, as :func:`amp_wrapper.diagnostics.plot.read_run` takes it, with an ``amp_ranges.jsonl``; or such a file.
-        first: The first iteration that is drawn.
-        last: The last one.
-        title: Above the picture.
-
-    Returns:
-        A figure without a window.
-
-    Raises:
-        AmpUsageError: There are no ranges, or none in these iterations; matplotlib is not installed.
-    """
-    wanted = 'ranges per layer: give a folder with amp_ranges.jsonl, or the file of one optimizer of several'
-    run = _read(Path(folder), ('amp_ranges.jsonl',), _range_values, wanted).between(first, last)
-    keys = dict.fromkeys(key for row in run.rows.values() for key in row)
-    kinds = [kind for kind in ('gradients', 'weights') if any(kind == key[0] for key in keys)]
-    with styled() as (figure_type, _):
-        from matplotlib.ticker import MaxNLocator
-
-        figure = figure_type(figsize=(9.0, 2.5 + 0.19 * min(len(keys), 80)), layout='constrained')
-        grid = figure.subplots(len(kinds), sharex=True, squeeze=False)[:, 0]
-        for axes, kind in zip(grid, kinds):
-            layers = [layer for each, layer in keys if each == kind]
-            cells = [[row.get((kind, layer), (math.nan, 0)) for row in run.rows.values()] for layer in layers]
-            medians = [[median for median, _ in row] for row in cells]
-            image = axes.imshow(medians, aspect='auto', interpolation='nearest')
-            whole = MaxNLocator(8, integer=True, min_n_ticks=1)
-            figure.colorbar(image, ax=axes, pad=0.015, format='$2^{{{x:.0f}}}$', ticks=whole)
-            crosses = [(x, y) for y, row in enumerate(cells) for x, (_, nonfinite) in enumerate(row) if nonfinite]
-            axes.plot([x for x, _ in crosses], [y for _, y in crosses], 'x', color=_RED, markersize=4)
-            axes.set(title=f'{kind.capitalize()}: median  ({_CROSS} NaN or infinite)', facecolor='#d9d9d9')
-            axes.grid(False)
-            axes.set_yticks(*_thinned(layers, 40), fontsize=7.5)
-        grid[-1].set_xticks(*_thinned([f'{place:,}' for place in run.rows], 10))
-        grid[-1].set_xlabel('iteration')
-        figure.suptitle(title or 'Ranges per layer', x=0.012, ha='left', weight='bold')
-    return figure
-
-
-def _thinned(labels: Sequence[str], most: int) -> tuple[range, Sequence[str]]:
-    every = math.ceil(len(labels) / most)
-    return range(0, len(labels), every), labels[::every]
-
-
 @contextmanager
 def styled() -> Iterator[tuple[type[Figure], list[str]]]:
     """Set the style of the package inside, whatever the user's own settings are; yields the figure class and the colours."""
@@ -363,17 +284,14 @@ def save(figure: Figure, path: PathLike) -> None:
 
     Raises:
         AmpConfigError: Another suffix.
-        AmpUsageError: The file cannot be written.
+        OSError: The file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() not in ('.png', '.svg'):
         raise AmpConfigError([f'out={str(path)!r}: pictures are written as .png or .svg.'])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with styled(), tempfile.TemporaryDirectory(prefix='.', dir=path.parent) as folder:
-            half = Path(folder, path.name)
-            # a date would make each file differ from the last one
-            figure.savefig(half, dpi=200, metadata={'Date': None})
-            half.replace(path)
-    except OSError as error:
-        raise AmpUsageError(f'the picture {str(path)!r} cannot be written: {error.strerror or error}.') from error
+    # which imports torch
+    from ..checkpoint.file import replacing
+
+    with styled(), replacing(path) as part:
+        # a date would make each file differ from the last one
+        figure.savefig(part, format=path.suffix[1:].lower(), dpi=200, metadata={'Date': None})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ class CallRecord:
     """One forward call of a model, from outside of any other.
 
     Attributes:
-        name: Of the called module in the model; '' for the model itself.
+        name: Of the model, where there are several; else ''.
         given: Its ``args`` and ``kwargs`` as they came, before any cast.
         states: Of the random generators before the call.
         versions: Version counters of the tensors among the arguments.
@@ -65,22 +65,6 @@ class CallRecord:
         return _versions_of(self.given) == self.versions
 
 
-def copied_batch(value: Any, cuts: bool = False) -> Any:
-    """Copy what a model is given, with its tensors: models may write to it. What Python cannot copy is the same object.
-
-    Args:
-        value: A batch, or arguments.
-        cuts: Whether tensors with a graph alone take gradients in the copy: leaves are weights.
-    """
-    memo: dict[int, Any] = {}
-    for each in tensors_of(value):
-        memo[id(each)] = each.detach().clone().requires_grad_(each.requires_grad and not (cuts and each.is_leaf))
-    try:
-        return copy.deepcopy(value, dict(memo))
-    except Exception:
-        return map_tensors(lambda tensor: memo.get(id(tensor), tensor), value)
-
-
 @dataclasses.dataclass
 class StepRecord:
     """The forward calls and losses since the last step.
@@ -100,11 +84,6 @@ class StepRecord:
         """The largest loss scale. Syncs."""
         return max((float(loss.scale) for loss in self.losses if loss.scale is not None), default=1.0)
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """What came back from the losses to outputs of the model."""
-        return [each for call in self.calls for kept in call.gradients.values() for each in kept.values()]
-
     def clear(self) -> None:
         """Let go of all tensors. Hooks in the graph of a loss that somebody keeps still hold the calls."""
         for call in self.calls:
@@ -119,39 +98,24 @@ class Recorder:
     Under ``torch.compile`` nothing is recorded of calls that are part of a graph.
 
     Args:
-        models: Not wrapped. Their calls are recorded, and once a step had none, direct calls of their children: to watch
-            what is below a model costs more. Of several, names begin with the place of the model in the list.
+        models: Not wrapped, by the names that their calls get.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.step = StepRecord()
         self._depth = threading.local()
-        self._models = {str(index) if len(models) > 1 else '': model for index, model in enumerate(models)}
-        self._watchers = [self._watch(*each) for each in self._models.items()]
-
-    def _watch(self, name: str, module: nn.Module) -> Watcher:
-        return Watcher(partial(self._enter, name), self._leave).watch(module)
-
-    def watch_children(self) -> None:
-        """Record direct calls of the models' children, too, from now on."""
-        if len(self._watchers) == len(self._models):
-            children = [child for front, model in self._models.items() for child in _children(model, front)]
-            self._watchers += [self._watch(*each) for each in children]
+        self._watchers = [Watcher(partial(self._enter, name), self._leave).watch(models[name]) for name in models]
 
     def remove(self) -> None:
         """Watch no longer."""
         for watcher in self._watchers:
             watcher.remove()
         # they hold each other
-        self._watchers, self._models, self.step = [], {}, StepRecord()
+        self._watchers, self.step = [], StepRecord()
 
     def next_step(self) -> StepRecord:
         """Return what was recorded since the last step; a new one begins."""
         done, self.step = self.step, StepRecord()
-        if done.losses and not done.calls and not done.unseen and len(self._watchers) == len(self._models):
-            # nobody has called a model as a whole; of the next step, more is known
-            self.watch_children()
-            done.losses.clear()
         return done
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
@@ -163,10 +127,9 @@ class Recorder:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth.value = getattr(self._depth, 'value', 0) + 1
         if self._depth.value == 1 and torch.is_grad_enabled():
-            versions = _versions_of((args, kwargs))
             # models change the dicts and lists that they are given
             given = _same_tensors((args, kwargs))
-            call = CallRecord(name, given, random_state.capture(), versions, region.is_open())
+            call = CallRecord(name, given, random_state.capture(), _versions_of(given), region.is_open())
             self.step.calls[:] = [*self.step.calls[1 - MOST_CALLS :], call]
 
     def _leave(self, module: nn.Module, output: Any) -> None:
@@ -195,16 +158,6 @@ def _keep(step: StepRecord, call: CallRecord, place: int, gradient: Tensor) -> N
         kept[place] = gradient if place not in kept else kept[place] + gradient
 
 
-def _children(model: nn.Module, front: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of a model, those in its lists and dicts of modules among them: what scripts call."""
-    for name, child in model.named_children():
-        path = f'{front}.{name}'.lstrip('.')
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _children(child, path)
-        elif not isinstance(child, torch.jit.ScriptModule):
-            yield path, child
-
-
 def _same_tensors(value: Any) -> Any:
     """Return new lists, tuples and dicts, with the same things in them."""
     if type(value) in (list, tuple):
@@ -216,6 +169,22 @@ def _versions_of(value: Any) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors_of(value))
 
 
+def copied_batch(value: Any, cuts: bool = False) -> Any:
+    """Copy what a model is given, with its tensors: models may write to it. What Python cannot copy is the same object.
+
+    Args:
+        value: A batch, or arguments.
+        cuts: Whether tensors with a graph alone take gradients in the copy: leaves are weights.
+    """
+    memo: dict[int, Any] = {}
+    for each in tensors_of(value):
+        memo[id(each)] = each.detach().clone().requires_grad_(each.requires_grad and not (cuts and each.is_leaf))
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        return map_tensors(lambda tensor: memo.get(id(tensor), tensor), value)
+
+
 def identifiers(value: Any, depth: int = 6) -> Iterator[tuple[str, str]]:
     """Yield what the samples of a batch are called: entries of :data:`IDENTIFIERS` in dicts, and in ``metainfo`` of objects.
 
@@ -225,11 +194,11 @@ def identifiers(value: Any, depth: int = 6) -> Iterator[tuple[str, str]]:
     """
     meta = getattr(value, 'metainfo', None)
     parts = meta if isinstance(meta, dict) else value
-    for key, item in parts.items() if isinstance(parts, dict) else ():
-        if key in IDENTIFIERS.split():
-            listed = item.flatten()[:MOST_SAMPLES].tolist() if isinstance(item, Tensor) else item
+    if isinstance(parts, dict):
+        for key in (name for name in IDENTIFIERS.split() if name in parts):
+            listed = parts[key].flatten().tolist() if isinstance(parts[key], Tensor) else parts[key]
             listed = listed[:MOST_SAMPLES] if isinstance(listed, (list, tuple)) else [listed]
             yield from ((key, str(each)) for each in listed if isinstance(each, (str, int)))
-    nested = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
-    for item in nested if depth else ():
+        parts = list(parts.values())
+    for item in parts if depth and isinstance(parts, (list, tuple)) else ():
         yield from identifiers(item, depth - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ..casting import copies
 from ..casting.kept import kept_modules
 from ..casting.modules import class_name, module_device
 from ..casting.roots import is_compiled, unwrap
-from ..errors import AmpConfigError, AmpUsageError, nearest, some
-from ..policy import LEVELS, OPTIONS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
+from ..errors import AmpUsageError, one_line, some
+from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.autocast_lists import FLOAT32, OP_RULES
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.levels import LossScaleConfig
@@ -27,8 +27,8 @@ from .first_bad import line_outside
 from .page import Bytes, Page, Table, percent
 from .recorder import copied_batch
 from .sandbox import left_alone, sandbox, trainable
-from .step import Pass, Task, check_loss, run_step
-from .watches import Places, numbers, outputs_of
+from .step import LOSS_FN, MAKE_OPTIMIZER, Pass, Task, check_loss, read_options, run_step
+from .watches import LABEL, Places, numbers, outputs_of
 
 #: What is called outside of the model: a loss function.
 OUTSIDE = '(outside the model)'
@@ -46,12 +46,15 @@ _NOTE = (
 )
 
 
+_OPTIONS = {'loss_fn': dataclasses.replace(LOSS_FN, allowed=(None, callable)), 'make_optimizer': MAKE_OPTIMIZER}
+
+
 class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what each module of a copy gives and computes in, and how large its numbers are. Syncs after each module.
 
     Args:
         model: The copy.
-        scale: The loss scale that gradients count with.
+        scale: The loss scale that gradients count with; None leaves them out.
 
     Attributes:
         modules: What was noted, by name; :data:`OUTSIDE` is what runs outside of the model. Of each: ``calls``; the elements of
@@ -59,23 +62,13 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ``ranges`` of weights, outputs and gradients: their number, the largest, how many become infinite or zero.
     """
 
-    def __init__(self, model: nn.Module, scale: float) -> None:
+    def __init__(self, model: nn.Module, scale: float | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.modules: dict[str, dict[str, Any]] = {
-            name: {
-                'name': name,
-                'class': kind,
-                'calls': 0,
-                'weights': Counter(),
-                'outputs': [],
-                'ops': {},
-                'ranges': {},
-            }
-            for name, kind in [*((name, class_name(each)) for name, each in model.named_modules()), (OUTSIDE, '')]
-        }
+        names = [*((name, class_name(each)) for name, each in model.named_modules()), (OUTSIDE, '')]
+        self.modules: dict[str, dict[str, Any]] = {name: {'name': name, 'class': kind} for name, kind in names}
+        for module in self.modules.values():
+            module.update(calls=0, weights=Counter(), outputs=[], ops={}, ranges={})
         self._scale, self._is_measuring = scale, False
-        # what has a hook: a tensor that several modules hand on counts for the innermost one
-        self._hooked: dict[int, Tensor] = {}
         self._places = Places(model, self._see)
         for name, parameter in model.named_parameters():
             owner = name.rpartition('.')[0]
@@ -91,7 +84,7 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self.modules[name]['ranges'].setdefault(kind, dict.fromkeys(names, 0))
         if sizes.numel():
             found['largest'] = max(found['largest'], float(sizes.max()))
-            sizes = sizes * (self._scale if kind == 'gradients' else 1.0)
+            sizes = sizes * (self._scale or 1.0) if kind == 'gradients' else sizes
             found['elements'] += sizes.numel()
             found['infinite'] += int((sizes >= _OVERFLOW).sum())
             found['zero'] += int(((sizes > 0) & (sizes <= _UNDERFLOW)).sum())
@@ -105,13 +98,14 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_first:
                 mine['outputs'] = list(dict.fromkeys([*mine['outputs'], dtype_name(tensor.dtype)]))
                 self._measure(name, 'outputs', tensor)
-            # also of the second run: the graph of the first is gone, where it had one
-            self._hook(name, tensor)
+            # also of the second run: the graph of the first is gone. What several modules hand on counts for the innermost
+            node: Any = tensor.grad_fn
+            if node is not None and node.metadata[LABEL] == name:
+                self._hook(name, tensor)
 
     def _hook(self, name: str, tensor: Tensor) -> None:
         # a single number is a loss, which no level has in 16 bits
-        if tensor.requires_grad and tensor.dim() and id(tensor) not in self._hooked:
-            self._hooked[id(tensor)] = tensor
+        if tensor.requires_grad and tensor.dim() and self._scale is not None:
             tensor.register_hook(functools.partial(self._measure, name, 'gradients'))  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,11 +166,9 @@ def report(
     if not isinstance(model, nn.Module):
         raise AmpUsageError(f'model={type(model).__name__} must be a torch.nn.Module.')
     if isinstance(example, Iterator):
-        raise AmpUsageError(
-            f'example={type(example).__name__} can be read once, and is used for several steps: hand over what the model is '
-            f'called with, a tuple of arguments, a dict or one tensor. next(iter(loader)) takes a batch from a data loader.'
-        )
-    check_options(overrides, loss_fn, make_optimizer, ('loss_fn', 'make_optimizer'))
+        what = 'can be read once, and is used for several steps: hand over a batch, such as next(iter(loader))'
+        raise AmpUsageError(f'example={type(example).__name__} {what}.')
+    read_options(_OPTIONS, {'loss_fn': loss_fn, 'make_optimizer': make_optimizer})
 
     def run(copied: nn.Module) -> Any:
         given = copied_batch(example)
@@ -188,33 +180,6 @@ def report(
 
     policy, title = resolve(opt_level, **overrides), class_name(unwrap(model))
     return report_on(Task(model, make_optimizer), run, loss_fn is not None, policy, overrides, title)
-
-
-def check_options(overrides: Mapping[str, Any], loss_fn: Any, make_optimizer: Any, others: Iterable[str]) -> None:
-    """Refuse options that do not exist, and what is no function, before anything runs.
-
-    Args:
-        overrides: For :func:`amp_wrapper.policy.resolve`.
-        loss_fn: A function or None.
-        make_optimizer: A function from a model to its optimizer, or None.
-        others: Arguments of the same call, one of which may be meant.
-
-    Raises:
-        AmpConfigError: Names them, and the nearest ones that there are.
-    """
-    known = [*OPTIONS, *others]
-    problems = [f'{each}=... is no option{nearest(each, known)}.' for each in overrides if each not in OPTIONS]
-    if loss_fn is not None and not callable(loss_fn):
-        problems.append(f'loss_fn={type(loss_fn).__name__} must be a function from (model, example) to the loss.')
-    is_class = isinstance(make_optimizer, type)
-    if is_class or (make_optimizer is not None and not callable(make_optimizer)):
-        name = make_optimizer.__name__ if is_class else type(make_optimizer).__name__
-        problems.append(
-            f'make_optimizer={name}{" is the class, and" * is_class} must be a function from a model to its optimizer, such as '
-            f'lambda model: torch.optim.AdamW(model.parameters()).'
-        )
-    if problems:
-        raise AmpConfigError(problems)
 
 
 def report_on(
@@ -255,11 +220,10 @@ def report_on(
                 memory[level] = (known or _Trial(task, run, has_loss, resolve(level, **overrides))).memory
             except Exception as error:
                 # a level that the model, or the device, cannot have: the others can still be told
-                memory[level] = {'error': f'{type(error).__name__}: {error}'.splitlines()[0]}
+                memory[level] = {'error': one_line(error)}
     for name, module in here.modules.items():
         _explain(module, here, policy)
-        ranges = exact.modules[name]['ranges']
-        module['ranges'] = {kind: ranges[kind] for kind in ranges if has_loss or kind != 'gradients'}
+        module['ranges'] = exact.modules[name]['ranges']
     data = {
         'title': title,
         'torch': torch.__version__,
@@ -268,7 +232,7 @@ def report_on(
         'device': str(module_device(inner)),
         'mode': 'training' if inner.training else 'evaluation',
         'compiled': is_compiled(task.model),
-        'optimizer': None if task.make_optimizer is None else here.optimizer,
+        'optimizer': here.optimizer,
         'loss': {'fp32': exact.loss, 'level': here.loss} if has_loss else None,
         'modules': [module for name, module in here.modules.items() if name != OUTSIDE or module['ops']],
         'memory': memory,
@@ -288,25 +252,24 @@ class _Trial:
         unscaled = LossScaleConfig(dynamic=False, init_scale=1.0)
         taken = dataclasses.replace(policy, loss_scale=unscaled, skip_nonfinite=False)
         with sandbox(task.model, taken, maker if trainable([task.model]) else None, task.attach) as box:
-            watches = [] if scale is None else [Types(box.model, scale)]
+            watches = [] if scale is None else [Types(box.model, scale if has_loss else None)]
 
             def begin(copied: nn.Module) -> list[Pass]:
                 result = run(copied)
                 if has_loss:
                     losses.append(check_loss(result, 'loss_fn(model, example)'))
-                else:
+                elif sums := [tensor.float().sum() for tensor in outputs_of(result) if tensor.requires_grad]:
                     # something to begin a backward pass with
-                    sums = [tensor.float().sum() for tensor in outputs_of(result) if tensor.requires_grad]
-                    losses.extend([torch.stack(sums).sum()] if sums else [])
+                    losses.append(torch.stack(sums).sum())
                 return [[(loss, None)] for loss in losses if loss.requires_grad and box.engine.optimizer is not None]
 
             with left_alone(unwrap(task.model)):
                 step = run_step(box, begin, watches, surrounds=task.surrounds, counts=True)
             self.memory: dict[str, Any] = step.memory
-            self.loss = float(losses[0].detach()) if losses else None
+            self.loss = float(losses[0].detach()) if has_loss else None
             self.modules = watches[0].modules if watches else {}
-            self.optimizer = type(box.engine.optimizer).__name__
             self.kept = {name: box.engine.kept.get(id(module)) for name, module in box.model.named_modules()}
+            self.optimizer = None if task.make_optimizer is None else type(box.engine.optimizer).__name__
 
 
 def _explain(module: dict[str, Any], here: _Trial, policy: Policy) -> None:
@@ -333,21 +296,18 @@ def _page(data: dict[str, Any]) -> PrecisionReport:
     modules: list[list[Any]] = []
     reasons: dict[str, str] = {}
     bad: dict[int, str] = {}
-    for each in data['modules']:
+    for each in (each for each in data['modules'] if each['calls'] or each['ops']):
         half = sum(sum(ops.values()) for dtype, ops in each['ops'].items() if dtype.endswith('float16'))
-        fp32 = ', '.join(op['op'] + f' ({op["rule"]})' * bool(op['rule']) for op in each['fp32_ops'])
-        if each['kept'] and fp32:
+        notes = [', '.join(op['op'] + f' ({op["rule"]})' * bool(op['rule']) for op in each['fp32_ops'])]
+        if each['kept'] and notes[0]:
             reasons[each['kept']['rule']] = each['kept']['reason']
-        counts = [(kind, each['ranges'][kind], fate) for kind in each['ranges'] for fate in ('infinite', 'zero')]
-        lost = '; '.join(
-            f'{percent(at[fate] / at["elements"])} of {kind} {fate}' for kind, at, fate in counts if at[fate]
-        )
-        if 'infinite' in lost:
-            bad[len(modules)] = 'bad'
-        largest = [each['ranges'][kind]['largest'] if kind in each['ranges'] else None for kind in _KINDS]
-        if each['calls'] or each['ops']:
-            types = [list(each['weights']), each['outputs'], *largest, half]
-            modules.append([each['name'] or '(model)', each['class'], *types, '; '.join(filter(None, (fp32, lost)))])
+        for kind, counts in each['ranges'].items():
+            lost = [fate for fate in ('infinite', 'zero') if counts[fate]]
+            notes += [f'{percent(counts[fate] / counts["elements"])} of {kind} {fate}' for fate in lost]
+            bad |= {len(modules): 'bad'} if 'infinite' in lost else {}
+        largest = [each['ranges'].get(kind, {}).get('largest') for kind in _KINDS]
+        front = [each['name'] or '(model)', each['class'], list(each['weights']), each['outputs']]
+        modules.append([*front, *largest, half, '; '.join(filter(None, notes))])
     kinds = list(data['memory']['O0'])
     memory = [
         [level, *(Bytes(counted[kind]) if kind in counted else None for kind in kinds), counted.get('error', '')]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -16,12 +16,36 @@ from torch.optim import Optimizer
 from ..casting.modules import module_device
 from ..engine import Engine, backward, before_forward, forward_context, take_step
 from ..engine.clipping import GradientClip
-from ..errors import AmpUsageError
+from ..errors import AmpConfigError, AmpUsageError
+from ..policy.options import Option
 from .sandbox import Attach, Sandbox, attach_whole
 from .watches import storage_key
 
 #: What one backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
 Pass = Sequence[tuple[Tensor, Tensor | None]]
+
+
+def _is_maker(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+#: Arguments that several tools take.
+LOSS_FN = Option(None, (callable,), 'a function from the model and a batch to the loss')
+_MAKER = 'a function from a model to its optimizer, such as lambda model: torch.optim.AdamW(model.parameters())'
+MAKE_OPTIMIZER = Option(None, (None, _is_maker), _MAKER)
+
+
+def read_options(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments by a table.
+
+    Raises:
+        AmpConfigError: All that are wrong, in one message.
+    """
+    problems: list[str] = []
+    found = {name: option.read(name, given[name], problems) for name, option in table.items()}
+    if problems:
+        raise AmpConfigError(problems)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

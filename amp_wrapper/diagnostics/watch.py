@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiler_internals import has_compiled
 from ..engine.engine import Engine, StepObserver
 from ..engine.flags import SKIP, LateRead, StepResult
-from ..errors import AmpConfigError, logger
-from ..policy import dtype_name
+from ..errors import logger, one_line
 from ..policy.nested import HALF_TYPES
 from ..policy.options import Option, is_count
 from ..shards import is_sharded, local, rank
 from .overflow import Diagnosis, diagnose, judge_watched
 from .page import finite
-from .ranges import BIAS, BINS, NONFINITE, Ranges, count
 from .recorder import Recorder, StepRecord
 from .replay import Replayer
 from .sandbox import Attach
@@ -31,25 +30,17 @@ from .watches import NonfiniteWatch, is_bad
 MOST_REPORTS = 10
 #: Skips in a row that a loss scale which falls may take without a report: 2**16 falls to 1 in so many.
 MOST_FALLS = 16
+#: Elements that are measured at a time.
+_PIECE = 2**20
 #: Is given the iteration and numbers by name.
 Log = Callable[[int, dict[str, Any]], object]
 #: A block around each examination, which keeps what a copy of a model writes to other places from them.
 Around = Callable[[], AbstractContextManager[None]]
-_STEPS = Option(None, (is_count, None), 'a whole number of steps, at least 1, or None')
-_OPTIONS = {'interval': _STEPS, 'ranges_interval': _STEPS, 'diagnose_overflow': Option(True, (True, False))}
-
-
-def read_options(**given: Any) -> dict[str, Any]:
-    """Check what ``amp.monitor`` and ``AmpMonitorHook`` take alike.
-
-    Raises:
-        AmpConfigError: All that are wrong, in one message.
-    """
-    problems: list[str] = []
-    found = {name: option.read(name, given[name], problems) for name, option in _OPTIONS.items()}
-    if problems:
-        raise AmpConfigError(problems)
-    return found
+#: What ``amp.monitor`` and ``AmpMonitorHook`` take alike, for :func:`~amp_wrapper.diagnostics.step.read_options`.
+OPTIONS = {
+    'interval': Option(None, (is_count, None), 'a whole number of steps, at least 1, or None'),
+    'diagnose_overflow': Option(True, (True, False)),
+}
 
 
 class SkippedSteps(StepObserver):
@@ -61,7 +52,7 @@ class SkippedSteps(StepObserver):
 
     Args:
         models: Those whose parameters the engine steps, not wrapped.
-        attach: Attaches a copy of the model; of several, a copy of an ``nn.ModuleList`` of them.
+        attach: Attaches a copy of the model; of several, a copy of an ``nn.ModuleDict`` of them.
         publish: Is given each diagnosis; returns where it was written, or ''.
         around: Surrounds each examination.
     """
@@ -69,10 +60,11 @@ class SkippedSteps(StepObserver):
     def __init__(
         self, models: Sequence[nn.Module], attach: Attach, publish: Callable[[Diagnosis], str], around: Around
     ) -> None:
-        # holds them all under the names that the recorder gives
-        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        # under the names that they have elsewhere
+        named = {f'models[{index}]' if len(models) > 1 else '': model for index, model in enumerate(models)}
+        self._model = models[0] if len(models) == 1 else nn.ModuleDict(named)
         self._attach, self._publish, self._around = attach, publish, around
-        self._recorder: Recorder | None = Recorder(models)
+        self._recorder: Recorder | None = Recorder(named)
         self._pending: tuple[StepRecord, LateRead] | None = None
         self._reports_left = MOST_REPORTS
         # in a row: for a fault, and since a dynamic loss scale falls
@@ -143,7 +135,7 @@ class SkippedSteps(StepObserver):
                     self._falls += 1
                     return
                 self._skips += 1
-                # the first ones of a row, and then ever fewer. Without a loss nothing was recorded yet
+                # the first ones of a row, and then ever fewer
                 is_due = self._skips <= 3 or self._skips & (self._skips - 1) == 0
                 if not always and not (record.losses and self._reports_left and is_due):
                     return
@@ -152,7 +144,7 @@ class SkippedSteps(StepObserver):
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on
-            logger.warning(f'amp: the skipped step could not be examined ({type(error).__name__}: {error})')
+            logger.warning(f'amp: the skipped step could not be examined ({one_line(error)})')
             return
         self._explanation = ' '.join(part for part in (found.text, found.advice, path and f'Report: {path}.') if part)
         if engine.policy.verbosity >= 1:
@@ -169,18 +161,17 @@ class SkippedSteps(StepObserver):
         # gone through later calls says nothing
         last = {number: kept for call in record.calls for number, kept in call.gradients.items()}
         has_nan = any(bool(gradient.isnan().any()) for kept in last.values() for gradient in kept.values())
-        is_finite = Replayer(record, self._model, engine.policy, self._attach, has_nan).without_scale().finite
-        return self._falls < 3 if is_finite is None else is_finite
+        tried = Replayer(record, self._model, engine.policy, self._attach, has_nan).without_scale()
+        # of a step that cannot be run again nobody knows it before the scale has fallen
+        return tried.finite is not False
 
     def _find(self, engine: Engine, record: StepRecord) -> Diagnosis:
         if self._live is not None:
             return judge_watched(self._live.take(), record, engine)
         found = diagnose(record, self._model, engine, self._attach)
-        if not record.calls and not record.unseen:
+        if not record.calls and not record.unseen and has_compiled():
             # it would be the same each time
             self._reports_left = 0
-        elif found.cause == 'not_reproduced' and self._recorder is not None:
-            self._recorder.watch_children()
         elif found.cause == 'not_replayed':
             self._live = NonfiniteWatch(self._model, trains=True)
             found.text += (
@@ -196,15 +187,14 @@ class TrainingWatch(StepObserver):
     The numbers of a step: ``amp_grad_subnormal``, the share of gradient elements other than zero that are below the normal
     range of float16, and ``amp_grad_peak``, the largest one in powers of two from the largest number of float16, both with the
     loss scale and where the level computes in float16; ``amp_scale``; ``amp_skipped``, the steps that were skipped so far. They
-    are computed on the device, and read late. Counts per layer are read at once.
+    are computed on the device, and read late.
 
     Args:
         engine: Of the optimizer; None watches nothing.
         models: Those whose parameters it steps, not wrapped.
         attach: Attaches copies of them, as for :class:`SkippedSteps`.
-        options: Of :func:`read_options`.
+        options: As of :data:`OPTIONS`.
         logs: Each is given the numbers; its name is for a warning where it fails.
-        folder: Of ``amp_ranges.jsonl``; None writes none.
         reports: Folder in which ``amp_diagnosis`` has the reports; None writes none.
         name: Of the optimizer, for the names of files, where there are several.
         around: As for :class:`SkippedSteps`.
@@ -221,21 +211,18 @@ class TrainingWatch(StepObserver):
         attach: Attach,
         options: Mapping[str, Any],
         logs: Mapping[str, Log],
-        folder: Path | None = None,
         reports: Path | None = None,
         name: str = '',
         around: Around = nullcontext,
     ) -> None:
         self.diagnoses: list[Diagnosis] = []
         self.iteration = 0
-        self._engine, self._options, self._logs, self._reports, self._name = engine, options, logs, reports, name
-        self._ranges = folder and folder / f'{name}_amp_ranges.jsonl'.removeprefix('_')
+        self._engine, self._logs, self._reports, self._name = engine, dict(logs), reports, name
+        self._interval: int | None = options['interval']
         self._facts: dict[str, Any] = {}
         # iteration and facts of the last step: what is told of it comes late
         self._last: tuple[int, dict[str, Any]] = 0, {}
-        self._counts_steps = True
-        # numbers, and counts per layer
-        self._is_due = {'interval': False, 'ranges_interval': False}
+        self._counts_steps, self._is_due = True, False
         self._measured: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
         self._failed: set[str] = set()
@@ -255,9 +242,7 @@ class TrainingWatch(StepObserver):
             **facts: What else belongs to a report.
         """
         self.iteration, self._facts, self._counts_steps = iteration, facts, False
-        for name in self._is_due:
-            interval = self._options[name]
-            self._is_due[name] |= interval is not None and (iteration == 1 or iteration % interval == 0)
+        self._is_due |= self._interval is not None and (iteration == 1 or iteration % self._interval == 0)
 
     def read(self) -> dict[str, float]:
         """Return the numbers of the last measured step, by name; empty before the first. Syncs, where they are on their way."""
@@ -281,8 +266,6 @@ class TrainingWatch(StepObserver):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # -- numbers -----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def before_step(self, engine: Engine) -> None:
         """Measure gradients, where the step is due."""
@@ -290,74 +273,33 @@ class TrainingWatch(StepObserver):
             self.begin(self.iteration + 1)
             self._counts_steps = True
         self._last = self.iteration, self._facts
-        self._measured = self._measure(engine) if any(self._is_due.values()) else {}
+        self._measured = _measure(engine) if self._is_due else {}
 
     @torch.no_grad()
     def after_step(self, engine: Engine, result: StepResult) -> None:
         """Begin to read what was measured, and hand on what has reached the host."""
-        if self._is_due['interval'] and not rank():
+        if self._is_due and not rank():
             scale, skips = engine.scales.first.current_scale, engine.scales.steps.counts[1]
             found = {**self._measured, 'amp_scale': scale, 'amp_skipped': skips}
             row = torch.stack([each.to(engine.device).double() for each in found.values()])
             self._waiting.append((self.iteration, list(found), LateRead(row)))
-        self._is_due, self._measured = dict.fromkeys(self._is_due, False), {}
+        self._is_due, self._measured = False, {}
         self._hand_on(wait=False)
 
     def _hand_on(self, wait: bool) -> None:
-        """Hand on what has reached the host, or all of it."""
+        """Hand on what has reached the host, or all of it. The first failure of each log is warned of."""
         while self._waiting and (wait or self._waiting[0][-1].is_there):
             iteration, names, row = self._waiting.pop(0)
             self._latest = {name: number for name, number in zip(names, row.wait()) if math.isfinite(number)}
             for name, log in self._logs.items():
-                self._call(name, log, iteration, dict(self._latest))
-
-    def _call(self, name: str, log: Log, iteration: int, values: dict[str, Any]) -> None:
-        """Call a log; the first failure of each is warned of."""
-        try:
-            log(iteration, values)
-        except Exception as error:
-            if name not in self._failed:
-                text = f'{type(error).__name__}: {" ".join(str(error).split())}'
-                logger.warning(f'amp: {name} failed at step {iteration} ({text}). The training goes on.')
-            self._failed.add(name)
-
-    def _measure(self, engine: Engine) -> dict[str, Tensor]:
-        """Return subnormal share and peak, float64 scalars on the device of the gradients; nothing where there are none."""
-        dtype, casts = engine.policy.half_type, engine.policy.casts_model
-        has_ranges = self._ranges is not None and self._is_due['ranges_interval']
-        if dtype is None or not (has_ranges or dtype is torch.float16):
-            return {}
-        # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
-        found = [
-            (name, weight, gradient, is_unscaled)
-            for name, weight, gradient, is_unscaled in engine.gradients_at_hand()
-            if not gradient.is_sparse and (not casts or weight.dtype in HALF_TYPES or is_sharded(weight))
-        ]
-        if not found or len({gradient.device for _, _, gradient, _ in found}) > 1:
-            return {}
-        names, weights, gradients, (is_unscaled, *_) = zip(*found)
-        rows = count(local(gradients))
-        scale = engine.scales.first.current_scale.to(rows)
-        if self._ranges is not None and has_ranges and not rank():
-            known = {'dtype': dtype_name(dtype), 'loss_scale': float(scale), 'without_scale': is_unscaled}
-            for kind, counted in (
-                ('gradients', rows),
-                ('weights', count(local([weight.detach() for weight in weights]))),
-            ):
-                known[kind] = {name: Ranges.read(row).plain() for name, row in zip(names, counted.tolist())}
-            self._call(self._ranges.name, LinesFile(self._ranges), self.iteration, known)
-        if dtype is not torch.float16:
-            return {}
-        totals = engine.params.layout.exchange(rows[:, :NONFINITE].sum(0))
-        peak = engine.params.layout.exchange(rows[:, BINS].max().reshape(1), greatest=True)[0]
-        # the loss scale moves each element by as many powers
-        scale = scale if is_unscaled else torch.ones_like(scale)
-        powers = torch.arange(NONFINITE, device=rows.device) - BIAS + torch.log2(scale)
-        # float16 is normal from 2 ** -14 on
-        below, end = totals[powers < -14].sum() / totals.sum(), torch.log2(peak * scale / torch.finfo(dtype).max)
-        return {'amp_grad_subnormal': below, 'amp_grad_peak': end}
-
-    # -- what was found ----------------------------------------------------------------------------------------------
+                try:
+                    log(iteration, dict(self._latest))
+                except Exception as error:
+                    if name not in self._failed:
+                        logger.warning(
+                            f'amp: {name} failed at step {iteration} ({one_line(error)}). The training goes on.'
+                        )
+                    self._failed.add(name)
 
     def _publish(self, found: Diagnosis) -> str:
         """Write a diagnosis as a page and as JSON; returns the path of the page, or ''."""
@@ -374,6 +316,31 @@ class TrainingWatch(StepObserver):
         except OSError as error:
             logger.warning(f'amp: the report on a skipped step could not be written ({error})')
             return ''
+
+
+def _measure(engine: Engine) -> dict[str, Tensor]:
+    """Return subnormal share and peak, scalars on the device of the gradients; nothing where none is float16."""
+    policy = engine.policy
+    # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
+    found = [
+        (local([gradient])[0], is_unscaled)
+        for _, weight, gradient, is_unscaled in engine.gradients_at_hand()
+        if not gradient.is_sparse and (not policy.casts_model or weight.dtype in HALF_TYPES or is_sharded(weight))
+    ]
+    devices = {gradient.device for gradient, _ in found}
+    if policy.half_type is not torch.float16 or len(devices) != 1:
+        return {}
+    scale, normal = engine.scales.first.current_scale.to(found[0][0].device), torch.finfo(torch.float16)
+    counts, peak = scale.new_zeros(2, dtype=torch.float64), scale.new_zeros(1)
+    for gradient, is_unscaled in found:
+        for piece in torch.split(gradient.detach().reshape(-1), _PIECE) if gradient.numel() else ():
+            sizes = piece.float().abs() * (scale if is_unscaled else 1.0)
+            known = sizes.isfinite() & (sizes > 0)
+            counts += torch.stack([(known & (sizes < normal.tiny)).sum(), known.sum()])
+            peak = torch.maximum(peak, torch.where(known, sizes, 0.0).amax())
+    below, known = engine.params.layout.exchange(counts)
+    peak = engine.params.layout.exchange(peak, greatest=True)[0]
+    return {'amp_grad_subnormal': below / known, 'amp_grad_peak': torch.log2(peak / normal.max)}
 
 
 class LinesFile:

@@ -18,7 +18,8 @@ from ..shards import local
 from ..torch_internals import current_node, graph_task_id
 
 FORWARD, BACKWARD = 'forward', 'backward'
-_LABEL = 'amp_wrapper.module'
+#: Names the module in the ``metadata`` of a node of the graph.
+LABEL = 'amp_wrapper.module'
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -99,7 +100,7 @@ class Places:
         if graph_task_id() == -1 or len(self.stack) > 1:
             return FORWARD, self.stack[-1], ''
         node = current_node()
-        return (BACKWARD, '', '') if node is None else (BACKWARD, node.metadata.get(_LABEL, ''), node.name())
+        return (BACKWARD, '', '') if node is None else (BACKWARD, node.metadata.get(LABEL, ''), node.name())
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # made in the module around this one
@@ -123,8 +124,8 @@ def _label(tensors: Any, name: str) -> None:
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(tensors)]
     while waiting:
         here = waiting.pop()
-        if here is not None and _LABEL not in here.metadata:
-            here.metadata[_LABEL] = name
+        if here is not None and LABEL not in here.metadata:
+            here.metadata[LABEL] = name
             waiting += [following for following, _ in here.next_functions]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
-from ..diagnostics.page import Page, check_writable, write_text
+from ..checkpoint.file import replacing
+from ..diagnostics.page import Page
 from ..diagnostics.report import report_on
 from ..diagnostics.step import Task
 from ..diagnostics.suggest import suggest
@@ -225,23 +227,30 @@ def _task_of(built: FromConfig) -> Task:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Refuse ``--html`` and ``--json`` that cannot be written, before the work that fills them."""
-    for option in ('html', 'json'):
-        if (path := getattr(args, option)) is not None:
-            check_writable(path, f'--{option}')
+    """Refuse ``--html`` and ``--json`` that cannot be written, before the work that fills them.
+
+    Raises:
+        AmpUsageError: A folder, an empty name, or a file in a folder that cannot be written to.
+    """
+    for option, path in (('html', args.html), ('json', args.json)):
+        if path is not None:
+            place = next(above for above in Path(path).absolute().parents if above.exists())
+            if not path or Path(path).is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+                what = 'it is a folder' if Path(path).is_dir() else f'{place} is no folder that can be written to'
+                named = path or 'an empty name'
+                raise AmpUsageError(f'--{option}: {named} cannot be written: {what}. Give the path of a file.')
 
 
 def _show(found: Page, args: argparse.Namespace, depth: int | None = None) -> None:
     """Write the files that were asked for, and print what was found."""
+    written = {args.html: found.html, args.json: found.json}
     try:
         # first: whoever reads the text may go
-        for path, make in ((args.html, found.html), (args.json, found.json)):
+        for path, make in written.items():
             if path is not None:
-                write_text(Path(path), make())
-    except OSError as error:
-        raise AmpUsageError(f'{path} cannot be written: {error.strerror or error}.') from error
+                with replacing(path) as part:
+                    part.write_text(make(), encoding='utf-8')
     finally:
         print(found.text(depth))
-    for path in (args.html, args.json):
-        if path is not None:
-            print(f'Written: {path}')
+    for path in filter(None, written):
+        print(f'Written: {path}')

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import convert, random_state
 from ..engine import Engine
-from ..errors import AmpConfigError, AmpUsageError
+from ..errors import AmpConfigError, AmpUsageError, one_line
 from ..policy import Policy, resolve
 from . import attaching
 from .optim_wrapper import AmpOptimWrapper
@@ -62,13 +62,13 @@ def read_config(path: str, options: Sequence[str] | None = None) -> Config:
         raise
     except Exception as error:
         # a config is a program, which may raise anything
-        raise AmpConfigError([f'{path} cannot be read as a config: {_one_line(error)}']) from error
+        raise AmpConfigError([f'{path} cannot be read as a config: {one_line(error)}']) from error
     parsed = argparse.Namespace(options={})
     try:
         DictAction(['--cfg-options'], 'options')(argparse.ArgumentParser(), parsed, options)
         cfg.merge_from_dict(parsed.options)
     except (AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise AmpConfigError([f'--cfg-options must be KEY=VALUE that fit the config: {_one_line(error)}']) from error
+        raise AmpConfigError([f'--cfg-options must be KEY=VALUE that fit the config: {one_line(error)}']) from error
     return cfg
 
 
@@ -135,7 +135,7 @@ class FromConfig:
                 found = list(itertools.islice(loader, count))
             except Exception as error:
                 # a data set is a program, which may raise anything
-                raise AmpUsageError(f'the training data cannot be read: {_one_line(error)}') from error
+                raise AmpUsageError(f'the training data cannot be read: {one_line(error)}') from error
         if not found:
             raise AmpUsageError('the training data set is empty.')
         return found
@@ -192,7 +192,7 @@ def from_config(
         try:
             model = model.to(device).train()
         except (RuntimeError, AssertionError) as error:
-            raise AmpConfigError([f'--device {device}: {_one_line(error)}']) from error
+            raise AmpConfigError([f'--device {device}: {one_line(error)}']) from error
         policy = getattr(_build_wrapper(cfg, model), 'policy', None)
     return FromConfig(cfg, model, policy or resolve('O0'))
 
@@ -222,10 +222,6 @@ def _build_wrapper(cfg: Config, model: nn.Module) -> OptimWrapper:
     if wrapper is None or isinstance(wrapper, OptimWrapperDict):
         raise AmpConfigError([f'optim_wrapper must have one optimizer; for none or several, {_SCRIPT}.'])
     return wrapper
-
-
-def _one_line(error: BaseException) -> str:
-    return f'{type(error).__name__}: {" ".join(str(error).split())}'
 
 
 def _scope(cfg: Config) -> Any:

@@ -15,7 +15,8 @@ from torch import nn
 
 from ..diagnostics.recorder import copied_batch
 from ..diagnostics.sandbox import Attach
-from ..diagnostics.watch import TrainingWatch, read_options
+from ..diagnostics.step import read_options
+from ..diagnostics.watch import OPTIONS, TrainingWatch
 from ..engine import Engine
 from ..registry import HOOKS
 from . import attaching
@@ -34,7 +35,6 @@ class AmpMonitorHook(Hook):
     Args:
         interval: Iterations from one measurement to the next: iterations 1, ``interval``, 2 * ``interval`` and so on are
             measured. While gradients are accumulated, the next step that is taken is measured. None measures nothing.
-        ranges_interval: The same for counts per layer, each a line of ``vis_data/amp_ranges.jsonl``; None for none.
         diagnose_overflow: Whether skipped steps are examined, the first one on, with reports in the folder ``amp_diagnosis`` of
             the work dir. For that, each step keeps references to its inputs, which takes some tenths of a millisecond. That a
             dynamic loss scale falls is not reported.
@@ -43,11 +43,8 @@ class AmpMonitorHook(Hook):
         AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``.
     """
 
-    def __init__(
-        self, interval: int | None = None, ranges_interval: int | None = None, diagnose_overflow: bool = True
-    ) -> None:
-        words = {'interval': interval, 'ranges_interval': ranges_interval, 'diagnose_overflow': diagnose_overflow}
-        self._options = read_options(**words)
+    def __init__(self, interval: int | None = None, diagnose_overflow: bool = True) -> None:
+        self._options = read_options(OPTIONS, {'interval': interval, 'diagnose_overflow': diagnose_overflow})
         self._watches: list[TrainingWatch] = []
 
     def before_train(self, runner: Any) -> None:
@@ -59,13 +56,10 @@ class AmpMonitorHook(Hook):
         for name, wrapper in wrappers.items():
             if wrapper.policy.enabled:
                 logs = {'the visualizer': partial(_show, runner, wrapper.log_prefix.removeprefix('train/'))}
-                words: Any = dict(folder=Path(runner.log_dir, 'vis_data'), reports=Path(runner.work_dir), name=name)
+                words: Any = dict(reports=Path(runner.work_dir), name=name, around=_own_message_hub)
                 attach = attach_members(engines, name)
                 model = [inner_model(runner.model)]
-                watch = TrainingWatch(
-                    engines[name], model, attach, self._options, logs, around=_own_message_hub, **words
-                )
-                self._watches.append(watch)
+                self._watches.append(TrainingWatch(engines[name], model, attach, self._options, logs, **words))
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Say which iteration comes, so that a resumed run measures the same ones."""

@@ -34,6 +34,7 @@ from planted_overflows import (
     train,
 )
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from amp_wrapper import Diagnosis, FusedSGD, amp
 
@@ -50,9 +51,11 @@ def check_remedies(each: Planted, found: Diagnosis) -> None:
         options = {} if level == 'O5' else {**each.options, **setting}
         again = train(dataclasses.replace(each, options=options), level)
         assert (again == []) == remedy.finite, (remedy, [other.text for other in again])
-    kinds = {remedy.kind for remedy in found.remedies if remedy.finite} - {'fp32_ops', 'fp32'}
+    kinds = {remedy.kind for remedy in found.remedies if remedy.finite} - {'fp32'}
     if each.cause == 'forward_range':
-        assert kinds == ({'keep_fp32', 'bfloat16'} if each.name != 'in 16-bit alone' else {'keep_fp32'})
+        # what comes after it has no room for such inputs either; NaN in 16 bits is NaN in bfloat16
+        rare = {'input out of range': {'bfloat16'}, 'in 16-bit alone': {'keep_fp32'}}
+        assert kinds == rare.get(each.name, {'keep_fp32', 'bfloat16'})
     if each.cause == 'gradient_scale':
         assert 'loss_scale' in kinds
     if each.cause in ('forward_nan', 'gradient_nan', 'input'):
@@ -66,7 +69,7 @@ def test_planted_fault_is_named_with_what_helps(each: Planted) -> None:
         assert named_as_planted(each, level, found) and each.op in found.op, (level, found.text)
         assert found.level.startswith(level)
         if each.phase == 'backward':
-            assert found.first_gradient.startswith(f'{each.module} (') and 'stem.weight' in found.parameters
+            assert 'stem.weight' in found.parameters
         elif each.act is not None:
             # the line of the fault itself
             assert found.outputs and 'planted_overflows.py' in found.source
@@ -126,7 +129,7 @@ def test_weight_and_optimizer_state_that_are_nan(level: str) -> None:
     # the step with the NaN in its state is taken, for its gradients are finite; the next one is not
     (found,) = examine(model, level, batches(3), optimizer=adam, before=nan_in_state)
     name = list(dict(model.named_parameters()))[3]
-    assert found.cause in ('optimizer_state', 'weight') and found.parameters == [name]
+    assert found.cause == 'weight' and found.parameters == [name]
     assert f'{name}: exp_avg' in found.text
     (found,) = examine(Deep(), level, batches(1), before=nan_in_weight)
     assert (found.cause, found.module, found.parameters) == ('weight', 'blocks.1.fc2', ['blocks.1.fc2.weight'])
@@ -136,19 +139,10 @@ def test_weight_and_optimizer_state_that_are_nan(level: str) -> None:
 def test_master_and_buffer_that_are_out_of_range(kind: Any) -> None:
     model = Deep()
     (found,) = examine(model, 'O2', batches(1), optimizer=kind(model.parameters(), lr=0.01), before=huge_master)
-    assert found.cause in ('weight_range', 'weight') and found.module == 'blocks.1.fc2'
-    assert 'up to 7e+04' in found.text
-    assert {(remedy.kind, remedy.finite) for remedy in found.remedies} == {('keep_fp32', True), ('bfloat16', True)}
+    assert (found.cause, found.module) == ('weight', 'blocks.1.fc2') and 'up to 7e+04' in found.text
+    assert {(remedy.kind, remedy.finite) for remedy in found.remedies} == {('keep_fp32', False), ('bfloat16', True)}
     (found,) = examine(Deep(), 'O2', batches(1), before=nan_in_buffer)
     assert (found.cause, found.module) == ('weight', 'norm') and 'norm.running_mean' in found.text
-
-
-def test_eps_that_is_zero_in_the_type_of_the_weights() -> None:
-    for level, eps, told in (('O3', 1e-8, True), ('O3', 1e-4, False), ('O2', 1e-8, False)):
-        model = Deep()
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
-        (found,) = examine(model, level, batches(1), optimizer=adam, before=nan_in_weight)
-        assert ('its eps=1e-08 is zero' in found.text) == told, (level, eps)
 
 
 # -- accumulation, several losses ------------------------------------------------------------------------------------
@@ -344,17 +338,19 @@ class Parts(nn.Module):
 
 
 #: What the model is given at the second and the third step, causes of the third, and words of its text.
-WATCHED: dict[str, tuple[Act, set[str], str]] = {
-    'nan': (nan_input, {'input'}, 'What the model was given holds NaN'),
-    'out of range': (lambda x: x * 0 + 3e6, {'input_range', 'forward_range'}, 'numbers up to 3e+06, and the type of'),
-    'infinite': (lambda x: x * torch.inf, {'not_replayed'}, 'is that of stem (ParametrizedLinear), after'),
-    'within': (lambda x: x * 0 + 6e4, {'forward', 'not_replayed'}, 'is that of stem (ParametrizedLinear), after'),
+WATCHED: dict[str, tuple[Act, str, str]] = {
+    'nan': (nan_input, 'input', 'What the model was given holds NaN'),
+    'out of range': (lambda x: x * 0 + 3e6, 'not_replayed', 'is that of stem (ParametrizedLinear), after'),
+    'infinite': (lambda x: x * torch.inf, 'not_replayed', 'is that of stem (ParametrizedLinear), after'),
+    'within': (lambda x: x * 0 + 6e4, 'not_replayed', 'is that of stem (ParametrizedLinear), after'),
 }
 
 
 @pytest.mark.parametrize('given', WATCHED)
 def test_watched_modules_are_told_from_what_they_are_given(given: str) -> None:
-    spoil, causes, text = WATCHED[given]
+    # what other tests have compiled
+    counters.clear()
+    spoil, cause, text = WATCHED[given]
     torch.manual_seed(0)
     model: Any = Parts()
     with torch.no_grad():
@@ -362,7 +358,7 @@ def test_watched_modules_are_told_from_what_they_are_given(given: str) -> None:
     inputs = [spoil(x) if index else x for index, x in enumerate(batches(3))]
     by_parts = lambda x: model.head(model.features(x))  # noqa: E731
     first, second = examine(model, 'O2', inputs, call=by_parts, loss_scale=1.0)
-    assert first.cause == 'not_replayed' and second.cause in causes and text in second.text
+    assert first.cause == 'not_replayed' and second.cause == cause and text in second.text
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -408,26 +404,13 @@ def test_division_by_zero_and_the_like_are_called_so() -> None:
 
 
 @pytest.mark.parametrize(('name', 'level'), list(zip(IN_FLOAT16, ['O1', 'O2', 'O3'])))
-def test_number_that_float16_rounds_to_zero_gets_its_function_in_fp32(name: str, level: str) -> None:
+def test_number_that_float16_rounds_to_zero_is_called_so(name: str, level: str) -> None:
     act, words = IN_FLOAT16[name]
     (found,) = between(act, level)
     said = f'{found.text} {found.advice}'
     assert found.text.startswith(f'{words} in float16') and 'a number too small for float16' in found.text
     assert 'too large' not in said and 'overflow' not in said
-    (tried,) = [each for each in found.remedies if each.kind == 'fp32_ops']
-    assert tried.finite and tried.setting in found.advice
-    # the shortest list with which the step is finite
-    (function,) = eval(f'dict({tried.setting})')['fp32_ops']
-    assert between(act, level, fp32_ops=[function]) == []
-
-
-def test_functions_that_were_tried_in_fp32_are_not_afterwards() -> None:
-    act, words = IN_FLOAT16['0 over an eps']
-    model = nn.Sequential(nn.Linear(4, 8), Fault(act), nn.Linear(8, 2))
-    # a copy of it waits for the garbage collector
-    model.itself = [model]
-    found = examine(model, 'O2', 2 * batches(1))
-    assert len(found) == 2 and all(each.text.startswith(words) for each in found)
+    assert "With keep_fp32=['1']" in found.advice and between(act, level, keep_fp32=['1']) == []
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2'])
@@ -469,7 +452,7 @@ def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, leve
     (found,) = between(act, level)
     assert found.cause == cause and found.text.startswith(text)
     if cause == 'forward_range':
-        assert {each.kind for each in found.remedies if each.finite} == {'keep_fp32', 'fp32_ops', 'bfloat16'}
+        assert {each.kind for each in found.remedies if each.finite} == {'keep_fp32', 'bfloat16'}
     elif cause != 'loss':
         assert 'too large' not in found.text
 
@@ -477,4 +460,4 @@ def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, leve
 def test_numbers_of_the_text_are_those_of_the_op() -> None:
     (found,) = between(lambda x: ScaleGradient.apply(x * 0 + 50.0, 1.0) * 2e3, 'O2')
     assert 'aten.mul made 48 of 48 elements infinite from finite numbers up to 50' in found.text
-    assert "With fp32_ops=['torch.mul'" in found.advice or "opt_level='O5'" in found.advice
+    assert "With opt_level='O5'" in found.advice

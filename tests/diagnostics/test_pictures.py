@@ -1,4 +1,4 @@
-"""Pictures show the numbers of the log: lines, skipped steps, resumes and heat maps are read back from the figures."""
+"""Pictures show the numbers of the log: lines, skipped steps and resumes are read back from the figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import matplotlib
 from matplotlib.axes import Axes
 
 from amp_wrapper import AmpConfigError, cli, plot_runs
-from amp_wrapper.diagnostics.plot import plot_ranges
 
 Points = list[tuple[float, float]]
 NAN = math.nan
@@ -121,7 +120,7 @@ def test_wide_losses_have_a_log_axis_and_long_ones_their_mean(tmp_path: Path) ->
         log = write(tmp_path / 'a.json', [{'iter': at, 'loss': loss} for at, loss in enumerate(losses, 1)])
         assert plot_runs([log]).axes[0].get_yscale() == axis
     long = write(tmp_path / 'a.json', [{'iter': at, 'loss': at % 2} for at in range(300)])
-    assert all(0.4 < mean < 0.6 for _, mean in lines(plot_runs([long]).axes[0])[1])
+    assert all(0.4 < mean < 0.6 for _, mean in lines(plot_runs([long]).axes[0])[0])
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -161,38 +160,6 @@ def test_file_that_goes_on_after_a_resume(tmp_path: Path) -> None:
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
-
-
-def counts(powers: dict[int, int], zeros: int = 0, nonfinite: int = 0) -> dict[str, Any]:
-    elements = sum(powers.values()) + zeros + nonfinite
-    named = {str(power): count for power, count in powers.items()}
-    return {'elements': elements, 'largest': 1.0, 'zeros': zeros, 'nonfinite': nonfinite, 'powers': named}
-
-
-def test_heat_map_of_ranges_has_the_medians(tmp_path: Path) -> None:
-    """Two layers at three steps, measured without the loss scale; the last one is measured again after a resume."""
-    weights = {'body.weight': counts({-5: 4}), 'head.weight': counts({-3: 4})}
-    steps = [
-        {'body.weight': counts({-20: 1, -18: 5, -10: 2}, zeros=2), 'head.weight': counts({-16: 1})},
-        # between two powers of two the median is the lower one
-        {'body.weight': counts({}, nonfinite=4), 'head.weight': counts({-12: 3, -10: 3}, nonfinite=1)},
-        {'body.weight': counts({0: 1}), 'head.weight': counts({0: 1})},
-        {'body.weight': counts({-19: 3}), 'head.weight': counts({}, zeros=7)},
-    ]
-    step = {'dtype': 'float16', 'loss_scale': 1024.0, 'without_scale': True, 'weights': weights}
-    rows = [{'iteration': at, 'gradients': each, **step} for at, each in zip((1, 11, 21, 21), steps)]
-    write(tmp_path / 'amp_ranges.jsonl', rows, 'damaged\n{"iteration": 31}\n')
-    assert cli.main(['plot', str(tmp_path), '--ranges', '--out', str(tmp_path / 'a.png')]) == 0
-    gradients, weights, *_ = plot_ranges(tmp_path).axes
-    tables = [np.ma.filled(axes.images[0].get_array().astype(float), NAN) for axes in (gradients, weights)]
-    assert np.array_equal(tables[0], [[-8, NAN, -9], [-6, -2, NAN]], equal_nan=True)
-    assert tables[1].tolist() == [[-5.0] * 3, [-3.0] * 3]
-    assert [label.get_text() for label in gradients.get_yticklabels()] == ['body.weight', 'head.weight']
-    assert [label.get_text() for label in weights.get_xticklabels()] == ['1', '11', '21']
-    # a cross is a layer with numbers that are not finite
-    assert sorted(point for points in lines(gradients, marks=True) for point in points) == [(1.0, 0.0), (1.0, 1.0)]
-    (part, *_) = plot_ranges(tmp_path / 'amp_ranges.jsonl', first=2, last=12).axes
-    assert np.ma.filled(part.images[0].get_array().astype(float), NAN).tolist()[1] == [-2]
 
 
 @pytest.fixture
@@ -237,10 +204,8 @@ REFUSED = {
     'empty': "'empty' has no JSON lines",
     'other.json': "'other.json' has no JSON lines",
     'log.csv': 'CSV and text logs are not read',
-    'run.log --ranges': "'run.log' has no JSON lines",
+    'run.log': "'run.log' has no JSON lines",
     'work_dirs/cnn --out a.jpg': '.png or .svg',
-    'ranges work_dirs/cnn --ranges': 'give one',
-    'ranges --ranges --panels loss': '--panels',
 }
 
 
@@ -252,7 +217,6 @@ def test_wrong_words_and_logs_without_numbers_draw_nothing(here: Path, capsys: p
     for name in 'ab':
         run_folder(Path('two') / name, '20260101_000000', [1, 2], 1.0)
     write(Path('other.json'), [{'iteration': 1, 'other': 2}, {'iter': None}])
-    write(Path('ranges/amp_ranges.jsonl'), [{'iteration': 1, 'gradients': {}, 'weights': {'fc': counts({-3: 3})}}])
     Path('empty').mkdir()
     Path('log.csv').write_text('iteration,loss\n1,0.5\n2,0.25\n')
     Path('run.log').write_text('INFO - Iter(train) [ 10/100]  lr: 1.0000e-02  loss: 0.5000\n')

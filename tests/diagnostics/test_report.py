@@ -279,15 +279,15 @@ class Never(nn.Linear):
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({'keep_fp23': ['x']}, AmpConfigError, "did you mean 'keep_fp32'"),
+    ({'keep_fp23': ['x']}, TypeError, "did you mean 'keep_fp32'"),
     ({'opt_level': 'O7'}, AmpConfigError, "opt_level='O7'"),
     ({'fp32_ops': ['torch.nn.GRU']}, AmpConfigError, 'matches no module'),
     ({'model': print}, AmpUsageError, 'must be a torch.nn.Module'),
     ({'example': iter([1])}, AmpUsageError, 'example=list_iterator can be read once'),
-    ({'loss_fn': 'mse'}, AmpConfigError, 'loss_fn=str must be a function'),
+    ({'loss_fn': 'mse'}, AmpConfigError, "loss_fn='mse' must be a function"),
     ({'loss_fn': lambda model, x: torch.ones(2, 3)}, AmpUsageError, r'a tensor of shape \(2, 3\)'),
-    ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, AmpConfigError, 'SGD must be a function'),
-    ({'make_optimizer': torch.optim.AdamW}, AmpConfigError, 'AdamW is the class'),
+    ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, AmpConfigError, 'must be a function from a model'),
+    ({'make_optimizer': torch.optim.AdamW}, AmpConfigError, "AdamW'> must be a function"),
     ({'make_optimizer': lambda model: None, 'model': nn.Linear(4, 3)}, AmpUsageError, 'gave None'),
 ]
 

@@ -208,7 +208,6 @@ class Planted:
 
     name: str
     levels: tuple[str, ...]
-    #: Several with 'or' between them: what is told of such a fault has more than one name.
     cause: str
     module: str = ''
     act: Act | None = None
@@ -226,7 +225,7 @@ _BACKWARD: dict[str, Any] = {'module': DEEP, 'phase': 'backward'}
 _HALF = ('O1', 'O2')
 TABLE = [
     Planted('nan in the input', ALL, 'input', spoil=nan_input),
-    Planted('input out of range', FLOAT16, 'input_range or forward_range', spoil=lambda x: x * 1e6),
+    Planted('input out of range', FLOAT16, 'forward_range', spoil=lambda x: x * 1e6),
     Planted('forward out of range', FLOAT16, 'forward_range', act=in_range_of_fp32, **_FORWARD),
     Planted('forward nan', ALL, 'forward_nan', act=root_below_zero, **_FORWARD),
     Planted('an op outside of torch', ('O1', 'O2', 'O5'), 'forward_nan', act=WriteOutside.apply, **_FORWARD),
@@ -270,5 +269,4 @@ def train(each: Planted, level: str) -> list[Diagnosis]:
 def named_as_planted(each: Planted, level: str, found: Diagnosis) -> bool:
     # without a cast of the whole model, the first module casts its input
     place = 'stem' if (each.name, level) == ('input out of range', 'O1') else each.module
-    causes = each.cause.split(' or ')
-    return found.cause in causes and (found.module, found.phase) == (place, each.phase or found.phase)
+    return (found.cause, found.module, found.phase) == (each.cause, place, each.phase or found.phase)

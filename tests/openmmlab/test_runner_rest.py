@@ -75,7 +75,7 @@ class SkipsOne(Hook):
         ('O2', False, []),
         ('O5', False, []),
         ('O5', True, monitor(interval=3)),
-        ('O1', True, monitor(interval=3, ranges_interval=3)),
+        ('O1', True, monitor(interval=3)),
     ],
 )
 def test_log_has_few_numbers(level: str, skips: bool, hooks: list[Any], tmp_path: Path, capsys: Any) -> None:
@@ -94,13 +94,11 @@ def test_log_has_few_numbers(level: str, skips: bool, hooks: list[Any], tmp_path
     always = {'amp_scale'} if scaled else set()
     assert found[:3] == [always] * 3 and found[3:] == [always | ({'amp_skipped'} if skips else set())] * 4
     assert ('amp_skipped' in capsys.readouterr().out) == skips
-    layers = list((tmp_path / 'work').glob('*/vis_data/amp_ranges.jsonl'))
-    assert bool(layers) == any('ranges_interval' in hook for hook in hooks)
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
 def test_numbers_are_shown_at_the_iterations_at_which_they_were_measured(level: str, tmp_path: Path) -> None:
-    hooks = monitor(interval=5, ranges_interval=10, diagnose_overflow=False)
+    hooks = monitor(interval=5, diagnose_overflow=False)
     runner = toy.run(tmp_path, wrapper(level, accumulative_counts=2), custom_hooks=hooks, **poisoned(10))
     folder = Path(runner.log_dir) / 'vis_data'
     shown = [line for line in lines(folder / 'scalars.json') if 'amp_grad_peak' in line or 'amp_grad_subnormal' in line]
@@ -108,8 +106,6 @@ def test_numbers_are_shown_at_the_iterations_at_which_they_were_measured(level: 
     assert [line['iter'] for line in shown] == ([] if level == 'O5' else [2, 6])
     assert all(line['step'] == line['iter'] and 0 <= line['amp_grad_subnormal'] <= 1 for line in shown)
     assert not any(name.startswith('amp_grad') for row in rows(runner) for name in row)
-    ranges = lines(folder / 'amp_ranges.jsonl')
-    assert [line['iteration'] for line in ranges] == [2, 10] and 'conv.weight' in ranges[0]['gradients']
 
 
 class OwnReads(TorchDispatchMode):
@@ -211,7 +207,7 @@ def test_members_of_a_dict_have_their_names_in_front(tmp_path: Path) -> None:
     config.train_cfg = dict(by_epoch=False, max_iters=3, val_interval=50)
     config.param_scheduler = None
     config.model.generator.width = config.model.discriminator.width = 4
-    config.custom_hooks = monitor(interval=2, ranges_interval=2)
+    config.custom_hooks = monitor(interval=2)
     config.default_hooks = dict(logger=EACH)
     config.log_level = 'WARNING'
     runner = Runner.from_cfg(config)
@@ -219,11 +215,10 @@ def test_members_of_a_dict_have_their_names_in_front(tmp_path: Path) -> None:
     folder = Path(runner.log_dir) / 'vis_data'
     shown = [line for line in lines(folder / 'scalars.json') if 'generator_amp_grad_peak' in line]
     assert [line['iter'] for line in shown] == [1, 2]
-    assert all((folder / f'{member}_amp_ranges.jsonl').exists() for member in ('generator', 'discriminator'))
 
 
 @pytest.mark.parametrize(
-    'words', [dict(interval=0), dict(ranges_interval=-1), dict(diagnose_overflow='yes'), dict(interval=True)], ids=str
+    'words', [dict(interval=0), dict(interval=-1), dict(diagnose_overflow='yes'), dict(interval=True)], ids=str
 )
 def test_wrong_arguments_of_the_monitor(words: dict[str, Any]) -> None:
     with pytest.raises(AmpConfigError, match=next(iter(words))):
