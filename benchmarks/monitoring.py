@@ -23,7 +23,8 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.diagnostics.watch import TrainingWatch, read_options
+from amp_wrapper.diagnostics.step import read_options
+from amp_wrapper.diagnostics.watch import OPTIONS, TrainingWatch
 from amp_wrapper.openmmlab.monitor_hook import attach_members
 from amp_wrapper.optim import FusedSGD
 from examples.classification import ConvNet
@@ -101,7 +102,7 @@ class Loop:
         self.wrapper.attach(self.model)
         if way != 'off':
             engine = self.wrapper._engine
-            options = read_options(interval=WAYS[way], ranges_interval=None, diagnose_overflow=True)
+            options = read_options(OPTIONS, {'interval': WAYS[way], 'diagnose_overflow': True})
             self.watch = TrainingWatch(engine, [self.model], attach_members({'': engine}, ''), options, {})
 
     def step(self) -> None:
