@@ -47,7 +47,7 @@ help:
 	@echo 'make test-all  every combination, long runs, and planted faults that the tests must notice: hours, before a release'
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0, or newest); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
-	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in docs/versions.md (CELLS=, KEEP=1, DRY=1)'
+	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in benchmarks/results/versions.md (CELLS=, KEEP=1, DRY=1)'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation, mmdetection and timm'
 	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
 	@echo 'make crash-test  kill about 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'

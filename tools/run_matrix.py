@@ -2,7 +2,7 @@
 """Runs the tests on the versions that the package claims: each cell is one ``make test-torch`` in an environment of its own.
 
 ``make matrix`` calls this. A cell is a Python, a torch and an mmengine, such as ``3.12/2.15.0/mmengine``. What came out is kept
-in ``benchmarks/results/matrix/``, one file for each cell, and becomes the table of ``docs/versions.md``. A record says which
+in ``benchmarks/results/matrix/``, one file for each cell, and becomes the table of ``benchmarks/results/versions.md``. A record says which
 tests were run; it does not replace one of many more tests.
 """
 
@@ -31,7 +31,7 @@ from interpreters import find_interpreter, in_order
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / 'benchmarks' / 'results' / 'matrix'
-PAGE = ROOT / 'docs' / 'versions.md'
+PAGE = ROOT / 'benchmarks' / 'results' / 'versions.md'
 BEGIN, END = '<!-- matrix: written by tools/run_matrix.py -->', '<!-- end of matrix -->'
 PYTHONS = ('3.10', '3.11', '3.12', '3.13')
 TORCHES = ('2.6.0', '2.9.1', '2.11.0', '2.13.0', '2.14.1', '2.15.0')
