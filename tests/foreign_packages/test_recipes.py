@@ -87,7 +87,7 @@ def by_timm(watch: Watch, level: str, resumed: bool) -> None:
 
 
 def by_accelerate(watch: Watch, level: str, resumed: bool) -> None:
-    page = recipe('accelerate')
+    page = recipe('huggingface')
     run = page.build(page.make_model(), level, digits(32, 64), steps=EPOCHS, **OPTIONS)
     if resumed:
         run.accelerator.load_state('state')
@@ -100,7 +100,7 @@ def by_accelerate(watch: Watch, level: str, resumed: bool) -> None:
 
 
 def by_trainer(watch: Watch, level: str, resumed: bool) -> None:
-    page = recipe('trainer')
+    page = recipe('huggingface')
 
     class Poisoned(page.AmpTrainer):  # type: ignore[name-defined, misc]
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def by_trainer(watch: Watch, level: str, resumed: bool) -> None:
         torch.manual_seed(0)
         data = page.sequences(80)
     trainer = Poisoned(
-        model=page.make_model(),
+        model=page.make_gpt2(),
         args=page.arguments('run', num_train_epochs=1, eval_strategy='no', max_grad_norm=CLIP),
         train_dataset=data,
         opt_level=level,
@@ -225,9 +225,9 @@ def as_rank(library: str, level: str) -> None:
 
 
 def test_refusals_of_the_recipes() -> None:
-    page = recipe('trainer')
+    page = recipe('huggingface')
     with pytest.raises(ValueError, match='opt_level takes their place'):
-        page.AmpTrainer(page.make_model(), args=page.arguments('no', bf16=True, eval_strategy='no'))
+        page.AmpTrainer(page.make_gpt2(), args=page.arguments('no', bf16=True, eval_strategy='no'))
     page = recipe('lightning')
     model, loader = page.Classifier(), DataLoader(digits(32, 64), batch_size=16)
     with pytest.raises(ValueError, match='AmpDDPStrategy'):
