@@ -96,7 +96,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     # names of functions in tables are no emphasis
     rows = (UNDERSCORE.sub(r'\\_', line) if line.startswith('|') else line for line in markdown.split('\n'))
     markdown = '\n'.join(rows)
-    return f'[All measurements](../measurements.md)\n\n{markdown}'
+    return f'[All measurements](../costs.md#all-measurements)\n\n{markdown}'
 
 
 def on_page_content(html: str, **_: Any) -> str:
