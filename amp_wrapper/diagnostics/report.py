@@ -257,7 +257,7 @@ class _Trial:
             def begin(copied: nn.Module) -> list[Pass]:
                 result = run(copied)
                 if has_loss:
-                    losses.append(check_loss(result, 'loss_fn(model, example)'))
+                    losses.append(check_loss(result))
                 elif sums := [tensor.float().sum() for tensor in outputs_of(result) if tensor.requires_grad]:
                     # something to begin a backward pass with
                     losses.append(torch.stack(sums).sum())

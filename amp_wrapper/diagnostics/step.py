@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -108,7 +108,6 @@ def run_step(
         counts: Whether to count memory, which takes time.
     """
     found, engine, device = Step(), box.engine, module_device(box.model)
-    saved = SavedBytes(box.model)
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -117,7 +116,10 @@ def run_step(
     with ExitStack() as stack:
         for watch in watches:
             stack.enter_context(watch)
-        with saved if counts else nullcontext(), forward_context(engine, box.model) if surrounds else nullcontext():
+        with ExitStack() as forward:
+            saved = forward.enter_context(saved_bytes(box.model)) if counts else []
+            if surrounds:
+                forward.enter_context(forward_context(engine, box.model))
             passes = run(box.model)
         for number, each in enumerate(passes, 1):
             _backward(box, each, found, number < len(passes), not updates)
@@ -127,7 +129,7 @@ def run_step(
         torch.cuda.synchronize(device)
     found.seconds = time.perf_counter() - began
     if counts:
-        found.memory = count_memory(box.model, engine, saved.total)
+        found.memory = count_memory(box.model, engine, sum(saved))
         if device.type == 'cuda':
             found.memory['peak'] = torch.cuda.max_memory_allocated(device)
     if engine.optimizer is not None:
@@ -154,7 +156,7 @@ def _backward(box: Sandbox, pairs: Pass, found: Step, retains: bool, keeps: bool
         parameter.grad = None
 
 
-def check_loss(loss: Any, function: str = 'loss_fn(model, batch)') -> Tensor:
+def check_loss(loss: Any) -> Tensor:
     """Return a loss as a scalar.
 
     Raises:
@@ -162,46 +164,43 @@ def check_loss(loss: Any, function: str = 'loss_fn(model, batch)') -> Tensor:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         given = f'a tensor of shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__
-        raise AmpUsageError(f'{function} gave {given}: it must give the loss, a floating tensor of one element.')
+        raise AmpUsageError(f'loss_fn gave {given}: it must give the loss, a floating tensor of one element.')
     return loss.reshape(())
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class SavedBytes:
-    """Counts what a forward pass keeps for the backward pass. Memory that is kept twice counts once.
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """Count what a forward pass keeps for the backward pass. Memory that is kept twice counts once.
 
     Weights and buffers of the model do not count: they are there anyway. Casts of weights that autocast makes do.
 
     Args:
         model: Whose forward pass it is.
 
-    Attributes:
-        total: Bytes that were kept.
+    Yields:
+        The bytes of each piece of memory that was kept so far.
     """
+    found: list[int] = []
+    # nobody else may get this memory while it counts
+    kept = {storage_key(tensor): tensor.detach() for tensor in (*model.parameters(), *model.buffers())}
 
-    def __init__(self, model: nn.Module) -> None:
-        self.total = 0
-        self._seen = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        # nobody else may get this memory while it counts
-        self._held: list[Tensor] = []
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
-        if tensor.layout is torch.strided and key not in self._seen:
-            self._seen.add(key)
-            self._held.append(tensor.detach())
-            self.total += tensor.untyped_storage().nbytes()
+        if tensor.layout is torch.strided and key not in kept:
+            kept[key] = tensor.detach()
+            found.append(tensor.untyped_storage().nbytes())
         return tensor
 
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-        self._held.clear()
+    with saved_tensors_hooks(pack, _same):
+        yield found
+    kept.clear()
 
 
 def count_memory(model: nn.Module, engine: Engine, activations: int) -> dict[str, int]:
@@ -210,7 +209,7 @@ def count_memory(model: nn.Module, engine: Engine, activations: int) -> dict[str
     Args:
         model: Attached.
         engine: Its engine.
-        activations: What a forward pass keeps, of :class:`SavedBytes`.
+        activations: What a forward pass keeps, of :func:`saved_bytes`.
 
     Returns:
         ``weights`` that the model computes with; ``buffers``; ``masters``, or the int16 remainders of split ones;
