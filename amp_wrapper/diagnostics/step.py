@@ -21,7 +21,7 @@ from ..policy.options import Option
 from .sandbox import Attach, Sandbox, attach_whole
 from .watches import storage_key
 
-#: What one backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
+#: What a backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
 Pass = Sequence[tuple[Tensor, Tensor | None]]
 
 
@@ -72,14 +72,14 @@ class Step:
     """What one step has shown.
 
     Attributes:
-        gradients: Of each backward pass, by the name of the parameter; with the loss scale, unless that was taken out.
+        gradients: By the name of the parameter; with the loss scale, unless that was taken out.
         scale: The loss scale of the gradients; 1.0 where it was taken out.
         skipped: Whether the optimizer's step was skipped.
         seconds: Of all of it, with the device.
         memory: Bytes by what they are for; see :func:`count_memory`.
     """
 
-    gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
     skipped: bool = False
     seconds: float = 0.0
@@ -88,7 +88,7 @@ class Step:
 
 def run_step(
     box: Sandbox,
-    run: Callable[[nn.Module], Sequence[Pass]],
+    run: Callable[[nn.Module], Pass],
     watches: Iterable[AbstractContextManager[Any]] = (),
     *,
     surrounds: bool = False,
@@ -96,11 +96,11 @@ def run_step(
     clip: GradientClip | None = None,
     counts: bool = False,
 ) -> Step:
-    """Run the forward pass, the backward passes and the optimizer's step of a copy. Syncs.
+    """Run the forward pass, the backward pass and the optimizer's step of a copy. Syncs.
 
     Args:
         box: The copy. Its gradients are cleared at the end.
-        run: Runs the forward pass of the copy, and returns what backward passes begin with.
+        run: Runs the forward pass of the copy, and returns what the backward pass begins with; nothing for none.
         watches: Entered around the forward and backward passes.
         surrounds: Whether the engine surrounds ``run``, as mmengine's wrapper does; with ``amp.initialize``, the model does it.
         updates: Whether the optimizer steps; gradients are not kept then.
@@ -120,10 +120,10 @@ def run_step(
             saved = forward.enter_context(saved_bytes(box.model)) if counts else []
             if surrounds:
                 forward.enter_context(forward_context(engine, box.model))
-            passes = run(box.model)
-        for number, each in enumerate(passes, 1):
-            _backward(box, each, found, number < len(passes), not updates)
-    if updates and passes and engine.optimizer is not None:
+            begin = run(box.model)
+        if begin:
+            _backward(box, begin, found, not updates)
+    if updates and begin and engine.optimizer is not None:
         found.skipped = take_step(engine, clip).was_skipped()
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
@@ -139,21 +139,20 @@ def run_step(
     return found
 
 
-def _backward(box: Sandbox, pairs: Pass, found: Step, retains: bool, keeps: bool) -> None:
-    """Run one backward pass."""
+def _backward(box: Sandbox, begin: Pass, found: Step, keeps: bool) -> None:
+    """Run a backward pass, and keep its gradients."""
     engine, scaler = box.engine, box.engine.scales.scalers[0]
     found.scale = 1.0 if scaler.is_one else scaler.get_scale()
-    if pairs and pairs[0][1] is None:
-        backward(engine, pairs[0][0], retain_graph=retains)
+    if begin[0][1] is None:
+        backward(engine, begin[0][0])
         at_hand = engine.gradients_at_hand() if keeps else []
-        found.gradients.append({name: gradient for name, _, gradient, _ in at_hand})
+        found.gradients = {name: gradient for name, _, gradient, _ in at_hand}
         found.scale = 1.0 if any(is_unscaled for *_, is_unscaled in at_hand) else found.scale
-        return
-    if pairs:
-        torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs], retain_graph=retains)
-    found.gradients.append({name: p.grad for name, p in box.model.named_parameters() if p.grad is not None})
-    for parameter in box.model.parameters():
-        parameter.grad = None
+    else:
+        torch.autograd.backward([each for each, _ in begin], [each for _, each in begin])
+        found.gradients = {name: p.grad for name, p in box.model.named_parameters() if p.grad is not None}
+        for parameter in box.model.parameters():
+            parameter.grad = None
 
 
 def check_loss(loss: Any) -> Tensor:
