@@ -224,7 +224,7 @@ class _Examination:
             again = self._replayer.run(traced=True)
         if again.refused:
             return Diagnosis('not_replayed', f'{_AGAIN} {again.refused}')
-        given = [each for call in step.calls for kept in call.gradients.values() for each in kept.values()]
+        given = [each for call in step.calls for each in call.gradients.values()]
         # what came back to outputs that are losses are single finite numbers
         is_output = given and all(each.numel() == 1 and not is_bad(each) for each in given)
         if again.first is not None:
@@ -240,7 +240,9 @@ class _Examination:
             found.remedies += [*self._try(found.module), self._replayer.without_scale()]
         else:
             found = Diagnosis('not_reproduced', _NOT_REPRODUCED)
-        found.outputs, found.losses = again.outputs, sorted(whole.losses)
+        found.outputs = again.outputs
+        concerned = {number for call, status in zip(step.calls, whole.calls) if status for number in call.losses}
+        found.losses = sorted({step.losses[number].loss_id for number in concerned})
         found.parameters = found.parameters or again.parameters
         return found
 

@@ -49,8 +49,10 @@ class Table:
             depth: Of the deepest modules that are shown; None for all.
             width: In characters.
         """
-        is_cut = self.is_tree and depth is not None
-        rows = [row for row in self.rows if not is_cut or _depth(row[0]) <= (depth or 0)]
+        rows = self.rows
+        if self.is_tree and depth is not None:
+            # '(model)' is not below anything
+            rows = [row for row in rows if row[0].startswith('(') or row[0].count('.') < depth]
         cells = [list(self.columns), *[[shown(cell) for cell in row] for row in rows]]
         widths = [max(map(len, column)) for column in list(zip(*cells))[:-1]]
         indent = ' ' * (sum(widths) + 2 * len(widths))
@@ -60,18 +62,6 @@ class Table:
             words: Any = {'initial_indent': front, 'subsequent_indent': indent}
             lines.append(textwrap.fill(row[-1], max(width, len(indent) + 24), **words) or front.rstrip())
         return '\n'.join([*lines, *(['', textwrap.fill(self.note, width)] if self.note else [])])
-
-    def share(self, row: Sequence[Any], column: int) -> float | None:
-        """Return the length of a cell's bar in per cent of the longest one; None for a cell without a bar."""
-        sizes = [float(each[column]) for each in self.rows if isinstance(each[column], (int, float))]
-        sizes = [size for size in sizes if 0 < size < math.inf]
-        if self.columns[column] not in self.bars or not sizes or not isinstance(row[column], (int, float)):
-            return None
-        return round(100 * min(max(float(row[column]) / max(sizes), 0.0), 1.0), 1)
-
-
-def _depth(name: str) -> int:
-    return 0 if name.startswith('(') else name.count('.') + 1
 
 
 class Bytes(int):

@@ -48,8 +48,9 @@ class CallRecord:
         states: Of the random generators before the call.
         versions: Version counters of the tensors among the arguments.
         surrounds: Whether the engine surrounded it, as mmengine's wrapper does.
-        gradients: For each backward pass: the place of its loss in the step, and the scaled gradient of each floating tensor of
-            the outputs, by its place among them.
+        gradients: The scaled gradient of each floating tensor of the outputs, by its place among them; a sum where several
+            losses gave one.
+        losses: The places of these losses in the step.
     """
 
     name: str
@@ -57,7 +58,8 @@ class CallRecord:
     states: dict[str, Any]
     versions: tuple[int, ...]
     surrounds: bool
-    gradients: dict[int, dict[int, Tensor]] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    losses: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def is_unchanged(self) -> bool:
@@ -151,11 +153,11 @@ class Recorder:
 
 def _keep(step: StepRecord, call: CallRecord, place: int, gradient: Tensor) -> None:
     """Keep the gradient of an output."""
-    number = len(step.losses) - 1
-    # without one it is of a loss of other optimizers
-    if number >= 0:
-        kept = call.gradients.setdefault(number, {})
-        kept[place] = gradient if place not in kept else kept[place] + gradient
+    # without a loss it is of one of other optimizers
+    if step.losses:
+        call.losses.add(len(step.losses) - 1)
+        known = call.gradients.get(place)
+        call.gradients[place] = gradient if known is None else known + gradient
 
 
 def _same_tensors(value: Any) -> Any:

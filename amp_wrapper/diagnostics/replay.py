@@ -31,7 +31,6 @@ class Replay:
             from the loss, or from another call).
         gradients_known: Whether the backward passes ran with the gradients that the losses gave.
         sums: Of each parameter the sum of its gradients; ``parameters`` are those that are not finite in one pass.
-        losses: The losses, by their ``loss_id``, whose passes have something that is not finite.
         first: Where that begins; None where nothing was traced.
         outputs: The largest numbers that modules gave, in the order in which they ended, where it was traced.
     """
@@ -41,7 +40,6 @@ class Replay:
     gradients_known: bool = True
     parameters: list[str] = dataclasses.field(default_factory=list)
     sums: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    losses: set[int] = dataclasses.field(default_factory=set)
     first: BadOp | None = None
     outputs: list[Maximum] = dataclasses.field(default_factory=list)
 
@@ -116,43 +114,33 @@ class Replayer:
         # one model may be given what another one gave at its level
         half = box.engine.policy.half_type or torch.float32
         args, kwargs = cast_tensors(copied_batch(call.given, cuts=True), half, HALF_TYPES)
-        bad: dict[int, Tensor] = {}
-        wrong = {key for key, kept in call.gradients.items() if any(map(is_bad, kept.values()))}
-        keys = [key for key in call.gradients if key not in wrong]
+        bad: list[Tensor] = []
+        is_known = bool(call.gradients) and not any(map(is_bad, call.gradients.values()))
+        found.gradients_known &= is_known
 
-        def run(copied: nn.Module) -> list[Pass]:
+        def run(copied: nn.Module) -> Pass:
             random_state.restore(call.states)
             outputs = outputs_of(copied.get_submodule(call.name)(*args, **kwargs))
-            bad.update((place, tensor) for place, tensor in enumerate(outputs) if is_bad(tensor))
-            passes = [_pairs(call.gradients[key], outputs, factor) for key in keys]
-            found.gradients_known &= bool(keys) and all(len(p) == len(call.gradients[k]) for p, k in zip(passes, keys))
-            return [] if bad else passes
+            bad.extend(filter(is_bad, outputs))
+            pairs = _pairs(call.gradients, outputs, factor) if is_known and not bad else []
+            found.gradients_known &= len(pairs) == len(call.gradients)
+            return pairs
 
         trace = FirstBad(box.model, tensors_of((args, kwargs))) if traced else None
         modules = NonfiniteWatch(box.model) if traced else None
         step = run_step(box, run, [] if trace is None else [trace], surrounds=call.surrounds, updates=False)
-        for key, gradients in zip(keys, step.gradients):
-            named = [name for name, gradient in gradients.items() if is_bad(gradient)]
-            wrong |= {key} if named else set()
-            if named and trace is not None and not bad:
-                found.first = found.first or trace.begin([gradients[name] for name in named])
-            found.parameters += [name for name in named if name not in found.parameters]
-            for name, gradient in gradients.items():
-                found.sums[name] = gradient if name not in found.sums else found.sums[name] + gradient
+        wrong = {name: gradient for name, gradient in step.gradients.items() if is_bad(gradient)}
+        found.parameters += [name for name in wrong if name not in found.parameters]
+        for name, gradient in step.gradients.items():
+            found.sums[name] = gradient if name not in found.sums else found.sums[name] + gradient
         if trace is not None and modules is not None:
             found.outputs = [each for each in modules.take() if each.phase == FORWARD]
-            found.first = found.first or trace.begin(list(bad.values()))
+            found.first = trace.begin([*bad, *wrong.values()])
             # the copy is thrown away, but it may hold them
             trace.remove()
             modules.remove()
-        if bad:
-            # the passes that these outputs have reached
-            wrong = {key for key, kept in call.gradients.items() if bad.keys() & kept.keys()} or set(call.gradients)
-        elif not self.judges_losses:
-            found.gradients_known &= len(keys) == len(call.gradients)
-            wrong &= set(keys)
-        found.losses |= {self.step.losses[key].loss_id for key in wrong if key < len(self.step.losses)}
-        return 'outputs' if bad else 'gradients' if wrong.intersection(keys) else 'loss' if wrong else ''
+        is_loss_bad = bool(call.gradients) and not is_known and self.judges_losses
+        return 'outputs' if bad else 'gradients' if wrong else 'loss' if is_loss_bad else ''
 
     # -- settings that may help --------------------------------------------------------------------------------------
 

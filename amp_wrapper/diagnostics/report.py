@@ -254,14 +254,14 @@ class _Trial:
         with sandbox(task.model, taken, maker if trainable([task.model]) else None, task.attach) as box:
             watches = [] if scale is None else [Types(box.model, scale if has_loss else None)]
 
-            def begin(copied: nn.Module) -> list[Pass]:
+            def begin(copied: nn.Module) -> Pass:
                 result = run(copied)
                 if has_loss:
-                    losses.append(check_loss(result, 'loss_fn(model, example)'))
+                    losses.append(check_loss(result))
                 elif sums := [tensor.float().sum() for tensor in outputs_of(result) if tensor.requires_grad]:
                     # something to begin a backward pass with
                     losses.append(torch.stack(sums).sum())
-                return [[(loss, None)] for loss in losses if loss.requires_grad and box.engine.optimizer is not None]
+                return [(loss, None) for loss in losses if loss.requires_grad and box.engine.optimizer is not None]
 
             with left_alone(unwrap(task.model)):
                 step = run_step(box, begin, watches, surrounds=task.surrounds, counts=True)

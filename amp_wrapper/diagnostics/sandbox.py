@@ -129,7 +129,9 @@ def sandbox(
     """
     with isolated():
         copied = fp32_copy(model)
-        optimizer = None if make_optimizer is None else made_optimizer(make_optimizer, copied)
+        optimizer: Any = None if make_optimizer is None else make_optimizer(copied)
+        if make_optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise AmpUsageError(f'make_optimizer(model) gave {optimizer!r}: it must return a torch.optim.Optimizer.')
         engine = Engine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
         try:
             attach(engine, copied)
@@ -139,19 +141,6 @@ def sandbox(
             # what its level names must not act on others, and a copy that holds itself waits for the garbage collector
             for module in copied.modules():
                 cast_module.take_off(module)
-
-
-def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:
-    """Make the optimizer of a copy.
-
-    Raises:
-        AmpUsageError: The function gave something else.
-    """
-    made: Any = make_optimizer(model)
-    if not isinstance(made, Optimizer):
-        what = 'None' if made is None else type(made).__name__
-        raise AmpUsageError(f'make_optimizer(model) gave {what}: it must return a torch.optim.Optimizer.')
-    return made
 
 
 @contextmanager

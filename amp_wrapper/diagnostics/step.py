@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..policy.options import Option
 from .sandbox import Attach, Sandbox, attach_whole
 from .watches import storage_key
 
-#: What one backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
+#: What a backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
 Pass = Sequence[tuple[Tensor, Tensor | None]]
 
 
@@ -72,14 +72,14 @@ class Step:
     """What one step has shown.
 
     Attributes:
-        gradients: Of each backward pass, by the name of the parameter; with the loss scale, unless that was taken out.
+        gradients: By the name of the parameter; with the loss scale, unless that was taken out.
         scale: The loss scale of the gradients; 1.0 where it was taken out.
         skipped: Whether the optimizer's step was skipped.
         seconds: Of all of it, with the device.
         memory: Bytes by what they are for; see :func:`count_memory`.
     """
 
-    gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
     skipped: bool = False
     seconds: float = 0.0
@@ -88,7 +88,7 @@ class Step:
 
 def run_step(
     box: Sandbox,
-    run: Callable[[nn.Module], Sequence[Pass]],
+    run: Callable[[nn.Module], Pass],
     watches: Iterable[AbstractContextManager[Any]] = (),
     *,
     surrounds: bool = False,
@@ -96,11 +96,11 @@ def run_step(
     clip: GradientClip | None = None,
     counts: bool = False,
 ) -> Step:
-    """Run the forward pass, the backward passes and the optimizer's step of a copy. Syncs.
+    """Run the forward pass, the backward pass and the optimizer's step of a copy. Syncs.
 
     Args:
         box: The copy. Its gradients are cleared at the end.
-        run: Runs the forward pass of the copy, and returns what backward passes begin with.
+        run: Runs the forward pass of the copy, and returns what the backward pass begins with; nothing for none.
         watches: Entered around the forward and backward passes.
         surrounds: Whether the engine surrounds ``run``, as mmengine's wrapper does; with ``amp.initialize``, the model does it.
         updates: Whether the optimizer steps; gradients are not kept then.
@@ -108,7 +108,6 @@ def run_step(
         counts: Whether to count memory, which takes time.
     """
     found, engine, device = Step(), box.engine, module_device(box.model)
-    saved = SavedBytes(box.model)
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -117,17 +116,20 @@ def run_step(
     with ExitStack() as stack:
         for watch in watches:
             stack.enter_context(watch)
-        with saved if counts else nullcontext(), forward_context(engine, box.model) if surrounds else nullcontext():
-            passes = run(box.model)
-        for number, each in enumerate(passes, 1):
-            _backward(box, each, found, number < len(passes), not updates)
-    if updates and passes and engine.optimizer is not None:
+        with ExitStack() as forward:
+            saved = forward.enter_context(saved_bytes(box.model)) if counts else []
+            if surrounds:
+                forward.enter_context(forward_context(engine, box.model))
+            begin = run(box.model)
+        if begin:
+            _backward(box, begin, found, not updates)
+    if updates and begin and engine.optimizer is not None:
         found.skipped = take_step(engine, clip).was_skipped()
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
     found.seconds = time.perf_counter() - began
     if counts:
-        found.memory = count_memory(box.model, engine, saved.total)
+        found.memory = count_memory(box.model, engine, sum(saved))
         if device.type == 'cuda':
             found.memory['peak'] = torch.cuda.max_memory_allocated(device)
     if engine.optimizer is not None:
@@ -137,24 +139,23 @@ def run_step(
     return found
 
 
-def _backward(box: Sandbox, pairs: Pass, found: Step, retains: bool, keeps: bool) -> None:
-    """Run one backward pass."""
+def _backward(box: Sandbox, begin: Pass, found: Step, keeps: bool) -> None:
+    """Run a backward pass, and keep its gradients."""
     engine, scaler = box.engine, box.engine.scales.scalers[0]
     found.scale = 1.0 if scaler.is_one else scaler.get_scale()
-    if pairs and pairs[0][1] is None:
-        backward(engine, pairs[0][0], retain_graph=retains)
+    if begin[0][1] is None:
+        backward(engine, begin[0][0])
         at_hand = engine.gradients_at_hand() if keeps else []
-        found.gradients.append({name: gradient for name, _, gradient, _ in at_hand})
+        found.gradients = {name: gradient for name, _, gradient, _ in at_hand}
         found.scale = 1.0 if any(is_unscaled for *_, is_unscaled in at_hand) else found.scale
-        return
-    if pairs:
-        torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs], retain_graph=retains)
-    found.gradients.append({name: p.grad for name, p in box.model.named_parameters() if p.grad is not None})
-    for parameter in box.model.parameters():
-        parameter.grad = None
+    else:
+        torch.autograd.backward([each for each, _ in begin], [each for _, each in begin])
+        found.gradients = {name: p.grad for name, p in box.model.named_parameters() if p.grad is not None}
+        for parameter in box.model.parameters():
+            parameter.grad = None
 
 
-def check_loss(loss: Any, function: str = 'loss_fn(model, batch)') -> Tensor:
+def check_loss(loss: Any) -> Tensor:
     """Return a loss as a scalar.
 
     Raises:
@@ -162,46 +163,43 @@ def check_loss(loss: Any, function: str = 'loss_fn(model, batch)') -> Tensor:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         given = f'a tensor of shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__
-        raise AmpUsageError(f'{function} gave {given}: it must give the loss, a floating tensor of one element.')
+        raise AmpUsageError(f'loss_fn gave {given}: it must give the loss, a floating tensor of one element.')
     return loss.reshape(())
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class SavedBytes:
-    """Counts what a forward pass keeps for the backward pass. Memory that is kept twice counts once.
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """Count what a forward pass keeps for the backward pass. Memory that is kept twice counts once.
 
     Weights and buffers of the model do not count: they are there anyway. Casts of weights that autocast makes do.
 
     Args:
         model: Whose forward pass it is.
 
-    Attributes:
-        total: Bytes that were kept.
+    Yields:
+        The bytes of each piece of memory that was kept so far.
     """
+    found: list[int] = []
+    # nobody else may get this memory while it counts
+    kept = {storage_key(tensor): tensor.detach() for tensor in (*model.parameters(), *model.buffers())}
 
-    def __init__(self, model: nn.Module) -> None:
-        self.total = 0
-        self._seen = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        # nobody else may get this memory while it counts
-        self._held: list[Tensor] = []
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
-        if tensor.layout is torch.strided and key not in self._seen:
-            self._seen.add(key)
-            self._held.append(tensor.detach())
-            self.total += tensor.untyped_storage().nbytes()
+        if tensor.layout is torch.strided and key not in kept:
+            kept[key] = tensor.detach()
+            found.append(tensor.untyped_storage().nbytes())
         return tensor
 
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-        self._held.clear()
+    with saved_tensors_hooks(pack, _same):
+        yield found
+    kept.clear()
 
 
 def count_memory(model: nn.Module, engine: Engine, activations: int) -> dict[str, int]:
@@ -210,7 +208,7 @@ def count_memory(model: nn.Module, engine: Engine, activations: int) -> dict[str
     Args:
         model: Attached.
         engine: Its engine.
-        activations: What a forward pass keeps, of :class:`SavedBytes`.
+        activations: What a forward pass keeps, of :func:`saved_bytes`.
 
     Returns:
         ``weights`` that the model computes with; ``buffers``; ``masters``, or the int16 remainders of split ones;

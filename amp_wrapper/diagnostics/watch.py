@@ -159,7 +159,7 @@ class SkippedSteps(StepObserver):
             return False
         # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale; what has
         # gone through later calls says nothing
-        last = {number: kept for call in record.calls for number, kept in call.gradients.items()}
+        last = {number: call.gradients for call in record.calls for number in call.losses}
         has_nan = any(bool(gradient.isnan().any()) for kept in last.values() for gradient in kept.values())
         tried = Replayer(record, self._model, engine.policy, self._attach, has_nan).without_scale()
         # of a step that cannot be run again nobody knows it before the scale has fallen

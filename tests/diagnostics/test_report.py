@@ -103,6 +103,14 @@ def test_types_of_weights_outputs_and_gradients_and_counts_of_calls() -> None:
     assert split.data['memory']['O5']['masters'] == 15 * 2
 
 
+def test_output_that_modules_hand_on_counts_for_the_innermost() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 2)))
+    found = by_name(amp.report(model, torch.ones(3, 4), 'O5', lambda model, x: model(x).square().sum()))
+    counts = {name: module['ranges'].get('gradients', {}).get('elements') for name, module in found.items()}
+    outside = '(outside the model)'
+    assert counts == {'': None, '0': None, '0.0': 4 * 2 + 2 + 3 * 2, outside: None}
+
+
 @pytest.mark.parametrize('reentrant', [True, False])
 def test_checkpointed_segments_count_once_and_keep_less(reentrant: bool) -> None:
     class Segments(nn.Sequential):

@@ -281,7 +281,7 @@ def test_error_at_a_later_step_is_no_matter_of_the_loss_scale() -> None:
 
         found = suggest(Plain(), loss_fn, levels=['O0', 'O5'])
         assert found.level == 'O0' and words in against(found, 'O5')
-        assert entry(found, 'O5')['reasons'][0][0] == kind
+        assert entry(found, 'O5')['reasons'][0][0] == kind and len(entry(found, 'O5')['losses']) < STEPS
 
 
 # -- it changes nothing ----------------------------------------------------------------------------------------------
