@@ -2,8 +2,8 @@
 """Runs the tests on the versions that the package claims: each cell is one ``make test-torch`` in an environment of its own.
 
 ``make matrix`` calls this. A cell is a Python, a torch and an mmengine, such as ``3.12/2.15.0/mmengine``. What came out is kept
-in ``benchmarks/results/matrix/``, one file for each cell, and becomes the table of ``benchmarks/results/versions.md``. A record says which
-tests were run; it does not replace one of many more tests.
+in ``benchmarks/results/matrix/``, one file for each cell, and becomes the table of ``benchmarks/results/versions.md``. A
+record says which tests were run; it does not replace one of many more tests.
 """
 
 from __future__ import annotations
