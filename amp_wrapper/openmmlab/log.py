@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
-from mmengine.logging import print_log
+from mmengine.logging import MMLogger, print_log
 
 from ..errors import logger
 
@@ -27,12 +26,13 @@ class _ToMMEngine(logging.Handler):
         print_log(record.getMessage(), logger='current', level=record.levelno)
 
 
-@functools.cache
 def follow_runners() -> None:
-    """Send the lines of the package to mmengine's logger, too, from now on, since there is a runner.
+    """Send the lines of the package to mmengine's logger, too, from now on, if a runner was built.
 
     They still go where the script's own configuration of ``logging`` says.
     """
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    logger.addHandler(_ToMMEngine())
+    # that is the name of its logger where no runner was built
+    is_alone = MMLogger.get_current_instance().instance_name == 'mmengine'
+    if not is_alone and not any(isinstance(each, _ToMMEngine) for each in logger.handlers):
+        logger.setLevel(logger.level or logging.INFO)
+        logger.addHandler(_ToMMEngine())

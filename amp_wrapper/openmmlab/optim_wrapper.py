@@ -28,6 +28,7 @@ from ..policy.options import Fp32Names
 from ..registry import OPTIM_WRAPPERS
 from . import arguments, attaching, patches
 from .device_log import DeviceLog
+from .log import follow_runners
 
 patches.install()
 
@@ -124,6 +125,7 @@ class AmpOptimWrapper(OptimWrapper):
         self.device_log = DeviceLog(self.message_hub, self._engine)
         # of the step since the last backward pass
         self._last: StepResult | None = None
+        follow_runners()
         self._say(f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}')
 
     @property

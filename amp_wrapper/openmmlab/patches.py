@@ -12,7 +12,6 @@ from typing import Any
 import mmengine.runner.runner
 import torch
 from mmengine.hooks import EMAHook
-from mmengine.logging import MMLogger
 from mmengine.model import BaseAveragedModel
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
@@ -126,7 +125,5 @@ def install() -> None:
         )
     for target, name, replacement in PATCHES:
         setattr(target, name, _replaced(getattr(target, name), replacement))
+    follow_runners()
     files.register()
-    if MMLogger.get_current_instance().instance_name != 'mmengine':
-        # that is the name where no runner was built before
-        follow_runners()

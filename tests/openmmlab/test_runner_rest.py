@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,17 +79,23 @@ class SkipsOne(Hook):
         ('O1', True, monitor(interval=3)),
     ],
 )
-def test_log_has_few_numbers(level: str, skips: bool, hooks: list[Any], tmp_path: Path, capsys: Any) -> None:
+def test_log_has_few_numbers(
+    level: str, skips: bool, hooks: list[Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as in a new process
+    monkeypatch.setattr(logging.getLogger('amp_wrapper'), 'handlers', [])
     scaled = level in ('O1', 'O2')
     config = toy.toy_config(
         tmp_path / 'work',
-        wrapper(level, **(dict(loss_scale=dict(init_scale=2.0**8)) if scaled else {})),
+        wrapper(level, verbosity=1, **(dict(loss_scale=dict(init_scale=2.0**8)) if scaled else {})),
         custom_hooks=[*([dict(type='SkipsOne')] if skips else []), *hooks],
         train_cfg=dict(by_epoch=True, max_epochs=1, val_interval=1),
         log_level='INFO',
     )
     config.dump(str(tmp_path / 'config.py'))
     assert main(['train', str(tmp_path / 'config.py')]) == 0
+    (text,) = (tmp_path / 'work').glob('*/*.log')
+    assert f'AmpOptimWrapper of amp_wrapper: {level} (' in text.read_text()
     (log,) = (tmp_path / 'work').glob('*/vis_data/scalars.json')
     found = [{key for key in row if key.startswith('amp_')} for row in lines(log) if 'loss' in row]
     always = {'amp_scale'} if scaled else set()
