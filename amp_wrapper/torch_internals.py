@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _python_dispatch, checkpoint
 
-#: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
+#: The versions of torch on which the tests of this file were run; ``benchmarks/results/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
 #: The torch that is there, as (2, 13).
 VERSION = tuple(int(number) for number in torch.__version__.split('.')[:2])

@@ -208,10 +208,9 @@ def kept_inputs(roots: Roots, policy: Policy) -> dict[int, tuple[tuple[str, int]
         found[id(module)] = tuple(kept.items())
     missing = set(policy.keep_inputs).difference(name for kept in found.values() for name, _ in kept)
     if missing:
+        names = some(known) or 'none'
+        text = 'is no argument of a forward of the model'
         raise AmpConfigError(
-            [
-                f'keep_inputs={name!r} is no argument of a forward of the model{nearest(name, known)}. They have {some(known)}.'
-                for name in sorted(missing)
-            ]
+            [f'keep_inputs={n!r} {text}{nearest(n, known)}. They have {names}.' for n in sorted(missing)]
         )
     return found
