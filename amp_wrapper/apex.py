@@ -50,6 +50,7 @@ _ADVICE: dict[str, dict[str, str]] = {
         'clip_grad_norm': 'torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)',
         'to_python_float': 'tensor.item()',
     },
+    'apex.multi_tensor_apply': {'multi_tensor_applier': 'torch._foreach_* functions, or leave it to the optimizer'},
 }
 ADVICE = {f'{module}.{name}': rows[key] for module, rows in _ADVICE.items() for key in rows for name in key.split()}
 #: Arguments that would change the result: the value that does not, and what to write in place of others.
@@ -71,7 +72,9 @@ _IGNORED = {
 
 def advice(name: str) -> str:
     """Return what to write for a name such as ``apex.parallel.LARC``."""
-    known = [text for beginning, text in ADVICE.items() if f'{name}.'.startswith(f'{beginning}.')]
+    # apex.parallel.distributed.Reducer is apex.parallel.Reducer
+    short = '.'.join([*name.split('.')[:2], *name.split('.')[3:]])
+    known = [ADVICE[each] for each in ADVICE for full in (name, short) if f'{full}.'.startswith(f'{each}.')]
     instead = known[0] if known else "torch's own in its place; apex itself still has contrib and transformer"
     return f'{name} is not part of amp_wrapper: write {instead}.'
 
@@ -228,6 +231,7 @@ optimizers = _make_module('optimizers', 'fused_adam fused_sgd fused_lamb', Fused
 _norms = {f'{kind}{norm.__name__}': norm for kind in ('', 'Mixed') for norm in (FusedLayerNorm, FusedRMSNorm)}
 normalization = _make_module('normalization', 'fused_layer_norm', **_norms)
 fp16_utils = _make_module('fp16_utils', 'fp16_optimizer fp16util loss_scaler')
+multi_tensor_apply = _make_module('multi_tensor_apply', '')
 sys.meta_path.append(_Adviser())
 
 
