@@ -91,10 +91,8 @@ def test_modules_that_are_missing_say_what_to_write(monkeypatch: pytest.MonkeyPa
             exec(line)
     with pytest.raises(ImportError, match='torchrun'):
         exec('import apex.parallel.multiproc')
-    with pytest.raises(AttributeError, match=r'apex\.contrib is not part'):
-        exec('import apex; apex.contrib')
     with pytest.raises(AttributeError, match=r'amp\.master_params'):
-        exec('from apex import amp; amp._amp_state.opt_properties')
+        exec('import apex; apex.amp._amp_state.opt_properties')
     apex.install()
     monkeypatch.setitem(sys.modules, 'apex', sys)
     with pytest.raises(AmpUsageError, match=r'sys.* is imported already'):
@@ -110,13 +108,12 @@ def test_places_left_by_hand_are_listed(tmp_path: Path, capsys: Capture) -> None
         "optim_wrapper = dict(type='ApexOptimWrapper')": 'custom_imports',
         'from apex import amp\nprint "two"': 'cannot be read',
     }
+    for folder in ('deep', '.git', 'venv'):
+        (tmp_path / folder).mkdir()
     for text, remedy in texts.items():
-        (tmp_path / 'deep').mkdir(exist_ok=True)
-        (tmp_path / 'deep' / 'script.py').write_text(text)
-        for foreign in ('.git', 'venv'):
-            (tmp_path / foreign).mkdir(exist_ok=True)
-            (tmp_path / foreign / 'other.py').write_text(text)
+        for folder in tmp_path.iterdir():
+            (folder / 'script.py').write_text(text)
         assert main(['migrate', str(tmp_path)]) == 1
         said = capsys.readouterr().out
-        assert re.search(rf'deep/script\.py:{len(text.splitlines())}: .*{remedy}', said) and 'other.py' not in said
+        assert re.search(rf'deep/script\.py:{len(text.splitlines())}: .*{remedy}', said)
         assert 'Files: 1. Places left to do by hand: 1.' in said
