@@ -38,6 +38,7 @@ _ADVICE: dict[str, dict[str, str]] = {
     'apex.optimizers': {
         'FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad': 'amp_wrapper.FusedAdamW, which is the nearest',
         'FusedAdagrad': 'torch.optim.Adagrad',
+        'FP16_Optimizer': "amp.initialize(model, optimizer, opt_level='O2') for a model in FP32, and amp.scale_loss",
     },
     'apex.fp16_utils': {
         'FP16_Optimizer network_to_half BN_convert_float convert_network convert_module FP16Model tofp16': (
@@ -61,12 +62,11 @@ REFUSED: dict[str, tuple[bool, str]] = {
     'apex.optimizers.FusedAdam.master_weights': (False, "amp.initialize(..., opt_level='O2'), which keeps the masters"),
     'apex.optimizers.FusedSGD.wd_after_momentum': (False, 'FusedSGD without it: decay comes first'),
 }
-#: Arguments that change nothing here.
+#: Arguments that change nothing here, by the module of what takes them.
 _IGNORED = {
-    'apex.parallel.DistributedDataParallel': 'shared_param allreduce_trigger_params retain_allreduce_buffers prof '
-    'num_allreduce_streams allreduce_communicators gradient_predivide_factor gradient_average_split_factor',
-    'apex.optimizers.FusedAdam': 'capturable set_grad_none',
-    'apex.optimizers.FusedSGD': 'materialize_master_grads set_grad_none',
+    'apex.parallel': 'shared_param allreduce_trigger_params retain_allreduce_buffers num_allreduce_streams prof '
+    'allreduce_communicators gradient_predivide_factor gradient_average_split_factor',
+    'apex.optimizers': 'capturable set_grad_none materialize_master_grads',
 }
 
 
@@ -97,7 +97,7 @@ def _for_torch(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if found := problems(name, options):
         raise AmpConfigError(found)
-    ignored = _IGNORED.get(name, '').split()
+    ignored = _IGNORED[name.rpartition('.')[0]].split()
     return {key: options[key] for key in options if key not in ignored and f'{name}.{key}' not in REFUSED}
 
 

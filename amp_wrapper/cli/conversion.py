@@ -29,7 +29,7 @@ def convert(args: argparse.Namespace) -> None:
     """
     kind = args.to or ('fp32' if args.publish else None)
     if kind is None and (args.out or not args.inspect):
-        raise argparse.ArgumentError(None, 'nothing to do: give --inspect, or to write weights --to or --publish')
+        raise argparse.ArgumentError(None, 'give --to or --publish to write weights, or --inspect without OUT')
     # files of mmengine hold classes of it
     _register()
     source = Path(args.source)
