@@ -23,6 +23,7 @@ from . import amp as _amp
 from . import optim as _optim
 from .errors import AmpConfigError, AmpUsageError
 
+_CAST = "model, optimizer = amp.initialize(model, optimizer, opt_level='O2'), with a model in FP32, and amp.scale_loss"
 #: What to write for names that have no counterpart, by the module that has them.
 _ADVICE: dict[str, dict[str, str]] = {
     'apex.amp': {
@@ -38,12 +39,11 @@ _ADVICE: dict[str, dict[str, str]] = {
     'apex.optimizers': {
         'FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad': 'amp_wrapper.FusedAdamW, which is the nearest',
         'FusedAdagrad': 'torch.optim.Adagrad',
-        'FP16_Optimizer': "amp.initialize(model, optimizer, opt_level='O2') for a model in FP32, and amp.scale_loss",
+        'FP16_Optimizer': _CAST,
     },
     'apex.fp16_utils': {
-        'FP16_Optimizer network_to_half BN_convert_float convert_network convert_module FP16Model tofp16': (
-            "model, optimizer = amp.initialize(model, optimizer, opt_level='O2') for a model in FP32, and amp.scale_loss"
-        ),
+        'FP16_Optimizer FP16_Module FP16Model network_to_half BN_convert_float convert_network convert_module '
+        'tofp16 fp32_to_fp16 fp16_to_fp32': _CAST,
         'prep_param_lists model_grads_to_master_grads master_params_to_model_params': (
             "amp.initialize(..., opt_level='O2'), which keeps the masters: amp.master_params(optimizer)"
         ),
