@@ -40,7 +40,7 @@ def run(path: Path, capsys: Capture) -> list[float]:
     capsys.readouterr()
     with mock.patch.object(sys, 'argv', [path.name]):
         runpy.run_path(str(path), run_name='__main__')
-    return [float(loss) for loss in re.findall(r'(?im)^\w*loss(?!_scale)\w*[ =:]+([\d.]+)', capsys.readouterr().out)]
+    return [float(loss) for loss in re.findall(r'(?im)^\w*loss(?!_scale)[^\d\n]*([\d.]+)', capsys.readouterr().out)]
 
 
 @pytest.mark.usefixtures('installed')
