@@ -7,6 +7,7 @@ import ast
 import shlex
 import sys
 import tokenize
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import getattr_static
 from pathlib import Path
@@ -38,6 +39,8 @@ def migrate(args: argparse.Namespace) -> int:
     Returns:
         1 where something is left to do by hand, 0 otherwise.
     """
+    # of escapes in other people's strings
+    warnings.simplefilter('ignore', SyntaxWarning)
     found = {file: sorted(find_places(file)) for file in _files(args.paths)}
     for file, places in found.items():
         for place in places:
@@ -52,7 +55,7 @@ def migrate(args: argparse.Namespace) -> int:
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        for file in [path] if path.is_file() else sorted(path.rglob('*.py')):
+        for file in [path] if path.is_file() else filter(Path.is_file, sorted(path.rglob('*.py'))):
             folders = file.relative_to(path).parts
             if not _FOREIGN.intersection(folders) and not any(folder.startswith('.') for folder in folders):
                 yield file
@@ -64,7 +67,7 @@ def find_places(file: Path) -> Iterator[Place]:
         with tokenize.open(file) as opened:
             text = opened.read()
         nodes = list(ast.walk(ast.parse(text)))
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
         yield Place(getattr(error, 'lineno', None) or 1, f'the file cannot be read: {error}')
         return
     names: dict[str, str] = {}

@@ -112,12 +112,10 @@ add = command('test', MMENGINE, 'test a checkpoint, in FP32 or at a level', 'cnn
 add('checkpoint', metavar='CHECKPOINT', help='checkpoint file or URL; its weights are FP32 at every level')
 add('--opt-level', choices=LEVELS, help='run the forward passes at this level; default: FP32')
 
-does = 'list what scripts and configs for apex need; exit status 1 if something is left to do by hand'
-add = command('migrate', '.checklist', does, 'train.py configs/')
-add('paths', metavar='PATH', nargs='+', type=python_path, help='Python file, or folder with Python files')
+add = command('migrate', '.checklist', 'list what scripts and configs for apex need', 'train.py configs/')
+add('paths', metavar='PATH', nargs='+', type=python_path, help='Python file, or folder; exit status 1: work is left')
 
-does = 'look into a checkpoint of any kind, and take the weights out of it, in another type'
-add = command('convert', '.conversion', does, 'epoch_10.pth --to fp16 --publish')
+add = command('convert', '.conversion', 'look into a checkpoint, and take weights out of it', 'epoch_10.pth --to fp16')
 add('source', metavar='SRC', help='checkpoint file, or a folder of shards; read without running code from it')
 add('out', metavar='OUT', nargs='?', help='file to write; default: beside SRC, epoch_10_fp16.pth')
 add('--inspect', action='store_true', help='print what is in SRC; writes nothing without --to')
