@@ -1,4 +1,4 @@
-"""A script as written for apex. ``python tools/migrate_from_apex.py examples/apex_style.py`` shows what it needs."""
+"""A script as written for apex. ``amp-wrapper migrate examples/apex_style.py`` shows what it needs."""
 
 import argparse
 

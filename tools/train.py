@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from amp_wrapper.cli import script
+from amp_wrapper.cli import main
 
 if __name__ == '__main__':
-    sys.exit(script(__file__))
+    sys.exit(main(['train', *sys.argv[1:]]))

@@ -63,7 +63,9 @@ def train(args: argparse.Namespace) -> None:
     if args.seed is not None:
         cfg.randomness = {**(cfg.get('randomness') or {}), 'seed': args.seed}
     _add_hook(cfg, 'ExactResumeHook')
-    _add_hook(cfg, 'AmpMonitorHook')
+    # None leaves it out, as for the hooks of mmengine
+    if args.monitor or (cfg.get('default_hooks') or {}).get('amp_monitor', '') is not None:
+        _add_hook(cfg, 'AmpMonitorHook', interval=args.monitor)
     runner = _build_runner(cfg)
     runner.train()
     if runner.rank == 0:
@@ -125,11 +127,14 @@ def _choose_wrapper(cfg: Config, opt_level: str | None) -> None:
 
 
 def _add_hook(cfg: Config, name: str, **settings: Any) -> None:
-    """Add a hook of this package, unless the config has one with settings of its own."""
+    """Add a hook of this package, or change the one that the config has by settings that are not None."""
+    settings = {key: value for key, value in settings.items() if value is not None}
     hooks = list(cfg.get('custom_hooks') or [])
     for hook in [*hooks, *(cfg.get('default_hooks') or {}).values()]:
         kind = hook.get('type') if isinstance(hook, dict) else type(hook)
         if str(getattr(kind, '__name__', kind)).split('.')[-1] == name:
+            if settings:
+                hook.update(settings)
             return
     cfg.custom_hooks = [*hooks, dict(type=f'amp_wrapper.{name}', **settings)]
 
@@ -149,6 +154,9 @@ def _build_runner(cfg: Config) -> Any:
         if 'DistributedDataParallel' in str(cfg.model_wrapper_cfg.get('type', 'MMDistributedDataParallel')):
             # mmengine gives DDP a GPU otherwise
             cfg.model_wrapper_cfg.setdefault('device_ids', None)
+    if (cfg.get('default_hooks') or {}).get('amp_monitor', '') is None:
+        # mmengine takes None for its own hooks alone
+        del cfg.default_hooks['amp_monitor']
     return RUNNERS.build(cfg)
 
 

@@ -83,17 +83,8 @@ def test_help_needs_neither_torch_nor_mmengine() -> None:
     assert done.returncode == 0, done.stderr
     loaded = set(re.findall(r'\| +([\w.]+)$', done.stderr, re.MULTILINE))
     assert 'argparse' in loaded and not {'torch', 'numpy', 'mmengine', 'rich', 'matplotlib'} & loaded
-    for word in (
-        '--work-dir',
-        '--resume',
-        '--amp',
-        '--opt-level',
-        '--cfg-options',
-        '--launcher',
-        '--seed',
-        'FP32 masters',
-    ):
-        assert word in done.stdout
+    words = '--work-dir --resume --amp --opt-level --cfg-options --launcher --seed --monitor'.split()
+    assert all(word in done.stdout for word in words) and 'FP32 masters' in done.stdout
     assert fresh('-m', 'amp_wrapper', '--version').stdout == f'amp-wrapper {amp_wrapper.__version__}\n'
 
 
@@ -197,55 +188,29 @@ def test_stock_wrapper_is_replaced(kind: str, here: Path) -> None:
 
 
 PROJECT = """
-import torch
-from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, MODELS, OPTIM_WRAPPERS
-from torch.utils.data import Dataset
-
-import amp_wrapper
-
+import amp_wrapper, toy
+from mmengine.registry import DATASETS, OPTIM_WRAPPERS
 
 @DATASETS.register_module()
-class Ramp(Dataset):
-    def __len__(self):
-        return 8
-
+class Ramp(toy.ToyData):
     def __getitem__(self, index):
         # in a spawned worker, too
         assert OPTIM_WRAPPERS.get('AmpOptimWrapper') is amp_wrapper.AmpOptimWrapper
-        return dict(x=torch.full((4,), index / 8), y=torch.tensor(index % 2))
-
-
-@MODELS.register_module()
-class Tiny(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.fc = torch.nn.Linear(4, 2)
-
-    def forward(self, x, y, mode='loss'):
-        out = self.fc(x)
-        return dict(loss=torch.nn.functional.cross_entropy(out, y)) if mode == 'loss' else [out]
-"""
-CONFIG = """
-custom_imports = dict(imports=['my_project'])
-model = dict(type='Tiny')
-train_dataloader = dict(batch_size=4, num_workers=1, multiprocessing_context='spawn', dataset=dict(type='Ramp'),
-    sampler=dict(type='DefaultSampler', shuffle=True), collate_fn=dict(type='default_collate'))
-train_cfg = dict(by_epoch=True, max_epochs=1)
-optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=dict(type='FusedSGD', lr=0.1))
-log_level = 'WARNING'
+        return super().__getitem__(index)
 """
 
 
 def test_project_of_the_user_is_imported_also_in_workers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path('my_project.py').write_text(PROJECT)
-    Path('config.py').write_text(CONFIG)
-    assert main(['train', 'config.py', '--cfg-options', 'optim_wrapper.loss_scale=8']) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        'Finished: epoch 1, iteration 2',
-        f'Checkpoint: {Path("work_dirs/config/epoch_1.pth")}',
-    ]
-    assert toy.checkpoint('work_dirs/config', 'epoch_1.pth')['optimizer']['loss_scaler']['scale'] == 8.0
+    data = dict(
+        toy.loader(length=8), dataset=dict(type='Ramp', length=8), num_workers=1, multiprocessing_context='spawn'
+    )
+    path = config(here, custom_imports=dict(imports=['my_project']), train_dataloader=data)
+    assert main(['train', path, '--cfg-options', 'optim_wrapper.loss_scale=8', 'work_dir=None']) == 0
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last[0].startswith('Finished: epoch 2, iteration 4')
+    assert last[1] == f'Checkpoint: {Path("work_dirs/config/epoch_2.pth")}'
+    assert toy.checkpoint('work_dirs/config', 'epoch_2.pth')['optimizer']['loss_scaler']['scale'] == 8.0
 
 
 def test_processes_on_a_cpu_train_and_test(here: Path) -> None:
@@ -258,18 +223,29 @@ def test_processes_on_a_cpu_train_and_test(here: Path) -> None:
         assert done.stdout.count('Finished: epoch 2, iteration 2') + done.stdout.count('Tested at FP32') == 1
 
 
-@pytest.mark.parametrize(
-    ('kind', 'given', 'added'),
-    [('Runner', 'ExactResumeHook', 'AmpMonitorHook'), ('FlexibleRunner', 'AmpMonitorHook', 'ExactResumeHook')],
-)
-def test_runner_and_hooks_are_of_the_config(kind: str, given: str, added: str, here: Path, monkeypatch: Any) -> None:
-    """A hook that is there is not added a second time."""
-    trained: list[Any] = []
+EXACT, WATCH = (dict(type=f'amp_wrapper.{name}') for name in ('ExactResumeHook', 'AmpMonitorHook'))
+#: Hooks of a config, options, and which hooks there are then.
+HOOKS: list[tuple[dict[str, Any], list[str], list[dict[str, Any]]]] = [
+    (dict(custom_hooks=[EXACT]), [], [EXACT, WATCH]),
+    (dict(custom_hooks=[WATCH], runner_type='FlexibleRunner', env_cfg={}), [], [WATCH, EXACT]),
+    ({}, ['--monitor'], [EXACT, {**WATCH, 'interval': 50}]),
+    (dict(custom_hooks=[{**WATCH, 'interval': 7}]), ['--monitor', '20'], [{**WATCH, 'interval': 20}, EXACT]),
+    (dict(default_hooks=dict(amp_monitor=WATCH)), ['--monitor', '20'], [{**WATCH, 'interval': 20}, EXACT]),
+    (dict(default_hooks=dict(amp_monitor=None)), [], [EXACT]),
+    (dict(default_hooks=dict(amp_monitor=None)), ['--monitor'], [EXACT, {**WATCH, 'interval': 50}]),
+]
+
+
+@pytest.mark.parametrize(('given', 'words', 'hooks'), HOOKS)
+def test_runner_and_hooks_are_of_the_config(given: Any, words: Any, hooks: Any, here: Path, monkeypatch: Any) -> None:
+    """A hook that is there is not added a second time; None leaves it out."""
+    kind, trained = given.get('runner_type', 'Runner'), list[Any]()
     monkeypatch.setattr(RUNNERS.get(kind), 'train', lambda runner: trained.append(runner))
-    own = [dict(type=f'amp_wrapper.{given}')]
-    assert main(['train', config(here, runner_type=kind, env_cfg={}, custom_hooks=own)]) == 0
+    assert main(['train', config(here, **given), *words]) == 0
+    cfg = trained[0].cfg
     assert [type(runner).__name__ for runner in trained] == [kind]
-    assert trained[0].cfg.custom_hooks == [*own, dict(type=f'amp_wrapper.{added}')]
+    found = [*cfg.default_hooks.values(), *cfg.custom_hooks]
+    assert [hook for hook in found if hook['type'].startswith('amp_wrapper.')] == hooks
 
 
 def test_learning_rate_follows_the_batch_size(here: Path) -> None:
@@ -311,24 +287,16 @@ def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not list(here.glob('work*/*.pth'))
 
 
-@pytest.mark.parametrize(
-    'line',
-    [
-        'train',
-        'train c.py --opt-level O9',
-        'train c.py --seed -1',
-        'train c.py --seed 4294967296',
-        'train c.py --opt-levle O2',
-        'report c.py --depth=-1',
-        'suggest-level c.py --levels O7',
-        'plot log --panels los',
-        'build-ops --job 2',
-        'migrate',
-        'migrate none.py',
-    ],
+WRONG = (
+    'train | train c.py --opt-level O9 | train c.py --seed -1 | train c.py --seed 4294967296 | train c.py --opt-levle O2 | '
+    'train c.py --monitor 0 | report c.py --depth=-1 | suggest-level c.py --levels O7 | plot log --panels los | '
+    'build-ops --job 2 | migrate | migrate none.py'
 )
+
+
+@pytest.mark.parametrize('line', WRONG.split(' | '))
 def test_wrong_words_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error(capsys, *line.split(), status=2)
+    assert ("did you mean '--opt-level'?" in error(capsys, *line.split(), status=2)) == ('--opt-levle' in line)
 
 
 def test_interrupts_defects_and_what_is_not_installed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -21,7 +21,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({'engine'}),
     frozenset({'diagnostics'}),
     frozenset({'amp', 'registry'}),
-    frozenset({'openmmlab'}),
+    frozenset({'openmmlab', 'apex'}),
     frozenset({'__init__'}),
     frozenset({'info'}),
     frozenset({'cli'}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,10 +125,3 @@ def test_messages_go_where_the_script_says(level: str, first: str) -> None:
     setting = f'import logging, sys; logging.basicConfig(level="{level}", stream=sys.stdout)\n' if level else ''
     texts = run('-c', f'{setting}{first}\n{SKIPPED}')
     assert [text.count('optimizer step skipped') for text in texts] == [level == 'INFO', level == '']
-
-
-def test_help_of_the_tools_loads_neither_torch_nor_mmengine() -> None:
-    for name in ('train', 'test', 'convert_checkpoint', 'migrate_from_apex'):
-        _, times = run('-X', 'importtime', f'tools/{name}.py', '--help')
-        found = set(re.findall(r'\| +([\w.]+)$', times, re.MULTILINE))
-        assert {'argparse', 'amp_wrapper'} <= found and not {'torch', 'numpy', 'mmengine', 'libcst'} & found, name
