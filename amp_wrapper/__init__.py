@@ -11,10 +11,9 @@ optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there, as soon as both
 It does not import mmengine until a name that needs it is asked for. Without mmengine, those names are not offered.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
-from sys import meta_path as _meta_path
-from sys import modules as _modules
 from typing import TYPE_CHECKING, Any
 
 from . import late_names as _late
@@ -102,7 +101,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = sorted(_MODULES.keys() if _find_spec('mmengine') is not None else _MODULES.keys() - _NEED_MMENGINE)
-if _modules.get('mmengine') is not None:
+if _sys.modules.get('mmengine') is not None:
     _register()
 else:
-    _meta_path.insert(0, _late.Finder(_register, _NEED_MMENGINE))
+    _sys.meta_path.insert(0, _late.Finder(_register, _NEED_MMENGINE))

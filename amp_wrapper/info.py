@@ -79,30 +79,17 @@ def report() -> dict[str, dict[str, Any]]:
     return {'versions': versions(), 'devices': devices(), 'ops': ops(), 'environment': environment()}
 
 
-def show(as_json: bool = False) -> None:
-    """Print the report.
+def show(facts: Mapping[str, Mapping[str, Any]], as_json: bool = False) -> None:
+    """Print facts; a dash stands for None and ''.
 
     Args:
+        facts: Of :func:`report`, or some of them.
         as_json: As one JSON object, for programs.
-
-    Raises:
-        AmpConfigError: An environment variable has a value that means nothing.
     """
-    facts = report()
     if as_json:
         print(json.dumps(facts, indent=1))
         return
     for title, rows in facts.items():
-        show_rows(title, rows)
-
-
-def show_rows(title: str, rows: Mapping[str, Any]) -> None:
-    """Print one part of the report.
-
-    Args:
-        title: Its name.
-        rows: Name to value; a dash stands for None and ''.
-    """
-    print(title)
-    for name, value in rows.items():
-        print(f'  {name:<22}{"-" if value in (None, "") else value}')
+        print(title)
+        for name, value in rows.items():
+            print(f'  {name:<22}{"-" if value in (None, "") else value}')

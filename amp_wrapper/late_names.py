@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def needs_mmengine(name: str) -> str:
@@ -25,9 +26,7 @@ class Finder(MetaPathFinder):
     def __init__(self, register: Callable[[], None], names: Collection[str]) -> None:
         self._register, self._names = register, names
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """As Python asks: what the other finders have, or nothing.
 
         Raises:

@@ -125,27 +125,6 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 BatchOrInstanceNorm = nn.modules.batchnorm._NormBase
 #: What all losses derive from.
 Loss = nn.modules.loss._Loss
-#: The methods that torch and mmengine call while they save and load. The first two are those of one module alone, which others
-#: override; torch documents neither. Since 0.4.
-STATE_DICT_METHODS = ('_load_from_state_dict', '_save_to_state_dict', 'load_state_dict', 'state_dict')
-
-
-def saving_and_loading_hooks(module: nn.Module) -> list[Any]:
-    """What runs while a module saves or loads: hooks, as they were registered. In every version since 2.0."""
-    kinds = (module._load_state_dict_pre_hooks, module._state_dict_pre_hooks, module._state_dict_hooks)
-    return [getattr(hook, 'hook', hook) for hooks in kinds for hook in hooks.values()]
-
-
-# -- data --------------------------------------------------------------------------------------------------------------
-
-
-def forget_workers(loader: Any) -> None:
-    """Let the next iterator of a loader start workers anew, with the loader's present ``worker_init_fn``.
-
-    With ``persistent_workers=True`` a loader keeps its first iterator, and nothing public lets go of it. Since 1.7.
-    """
-    loader._iterator = None
-
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def info(args: argparse.Namespace) -> None:
     Raises:
         AmpConfigError: An environment variable has a value that means nothing.
     """
-    installed.show(as_json=args.json)
+    installed.show(installed.report(), args.json)
 
 
 def build_ops(args: argparse.Namespace) -> None:
@@ -34,4 +34,4 @@ def build_ops(args: argparse.Namespace) -> None:
         building.build(building.with_cuda(args.cuda))
     except (OSError, RuntimeError) as error:
         raise AmpUsageError(f'the ops cannot be built: {error}') from error
-    installed.show_rows('ops', installed.ops())
+    installed.show({'ops': installed.ops()})

@@ -331,7 +331,7 @@ def _measure(engine: Engine) -> dict[str, Tensor]:
     if policy.half_type is not torch.float16 or len(devices) != 1:
         return {}
     scale, normal = engine.scales.first.current_scale.to(found[0][0].device), torch.finfo(torch.float16)
-    counts, peak = scale.new_zeros(2, dtype=torch.float64), scale.new_zeros(1)
+    counts, peak = scale.new_zeros(2, dtype=torch.float64), scale.new_zeros(1, dtype=torch.float64)
     for gradient, is_unscaled in found:
         for piece in torch.split(gradient.detach().reshape(-1), _PIECE) if gradient.numel() else ():
             sizes = piece.float().abs() * (scale if is_unscaled else 1.0)

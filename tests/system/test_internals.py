@@ -57,17 +57,9 @@ def test_names_that_are_only_looked_up() -> None:
         assert all(hasattr(importlib.import_module(module), name) for name in names), module
     assert issubclass(nn.BatchNorm2d, torch_internals.BatchNorm) and issubclass(nn.MSELoss, torch_internals.Loss)
     assert issubclass(nn.InstanceNorm2d, torch_internals.BatchOrInstanceNorm)
-    assert all(hasattr(nn.Module, name) for name in torch_internals.STATE_DICT_METHODS)
 
 
 # -- modules, data and optimizers -------------------------------------------------------------------------------------
-
-
-def test_hooks_of_modules_are_found() -> None:
-    module = nn.Linear(1, 1)
-    for register in (module.register_forward_pre_hook, module.register_state_dict_post_hook):
-        register(lambda *_: None)
-    assert len(torch_internals.saving_and_loading_hooks(module)) == 1
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
