@@ -157,7 +157,8 @@ class Ddp:
     def _find(self, model: nn.Module | None = None) -> dict[DistributedDataParallel, list[nn.Parameter]]:
         """Find the DDPs that average what the optimizer steps, with their parameters, trainable or not."""
         known = [model, *(notice.ddp() for notice in self._notices if notice.ddp is not None)]
-        self.ddps += [module for module in dict.fromkeys(known) if _is_ddp(module) and module not in self.ddps]
+        new = [module for module in dict.fromkeys(known) if _is_ddp(module) and module not in self.ddps]
+        self.ddps += new
         stepped = self._params.weights() if self.ddps else []
         seen = len(self.ddps), list(map(id, stepped))
         if seen == self._seen:
@@ -165,6 +166,8 @@ class Ddp:
         self._seen = seen
         found = {ddp: _parameters(ddp) for ddp in self.ddps}
         self._averaging = {ddp: inside for ddp, inside in found.items() if not set(seen[1]).isdisjoint(map(id, inside))}
+        for ddp in new:
+            self._follow_first_rank(ddp)
         averaged = {id(parameter) for inside in self._averaging.values() for parameter in inside}
         alone = [weight for weight in stepped if weight.requires_grad and id(weight) not in averaged]
         self._unaveraged = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in alone]
@@ -175,6 +178,16 @@ class Ddp:
                 f'steps: each rank trains its own. Wrap the module that holds them, or freeze them.'
             )
         return self._averaging
+
+    def _follow_first_rank(self, ddp: DistributedDataParallel) -> None:
+        """Give masters the values of the first rank, of which a DDP that was made later gave the weights alone. Collective."""
+        params, inside, group = self._params, set(map(id, _parameters(ddp))), ddp.process_group
+        params.synchronise()
+        for weight, master in zip(params.behind_masters, params.masters):
+            if id(weight) in inside and group.size() > 1:
+                dist.broadcast(master.detach(), dist.get_global_rank(group, 0), group)
+        # a graph may wait for the weights, which have the rounded values already
+        params.settle()
 
 
 def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_wrapper import AmpAttachError, AmpUsageError, amp
+from amp_wrapper import AmpAttachError, AmpUsageError, FusedSGD, amp
 from amp_wrapper.engine.ddp import Notice
 
 HOOKS = {
@@ -456,6 +456,26 @@ def test_two_wrappers_take_turns_over_one_ddp(here: Here, level: str, counts: in
             loss = step(wrappers[name], model, batch(here, number), use=use)
         same_on_all_ranks(here, fp32(net).values(), f'{number}')
     assert differs(here, [loss])
+
+
+@pairs(level=('O2', 'O5'), door=('amp', 'wrapper before DDP'), layout=('contiguous_format', 'channels_last'))
+@on_ranks()
+def test_ranks_that_start_unlike_get_the_unrounded_weights_of_the_first(
+    here: Here, level: str, door: str, layout: str
+) -> None:
+    """A DDP that is made after the cast, as in scripts for apex, gives the other ranks the rounded ones."""
+    torch.manual_seed(here.rank)
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 3)).to(here.device)
+    model.to(memory_format=getattr(torch, layout))
+    started = [gather(here, parameter)[0] for parameter in model.parameters()]
+    training = Door(here, model, FusedSGD(model.parameters(), lr=0.1), level, door, {})
+    for number in range(3):
+        images = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(10 * number + here.rank))
+        training.backward(images.to(here.device), call=lambda x: training.model(x).float().square().mean())
+        values = [value for name, value in fp32(model).items() if name in dict(model.named_parameters())]
+        assert number or all(map(torch.equal, values, started))
+        training.step()
+        same_on_all_ranks(here, [*training.optimizer.param_groups[0]['params'], *model.parameters()], f'step {number}')
 
 
 @pairs(level=LEVELS, door=('wrapper', 'amp'), passes=(1, 2), broadcasts=(False, True))

@@ -59,9 +59,6 @@ def test_names_that_are_only_looked_up() -> None:
     assert issubclass(nn.InstanceNorm2d, torch_internals.BatchOrInstanceNorm)
 
 
-# -- modules, data and optimizers -------------------------------------------------------------------------------------
-
-
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
