@@ -57,7 +57,7 @@ help:
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
 	@echo 'make gpu-check   everything that needs a GPU (STAGE=ops|step|engine|end-to-end|sanitizer|ddp, BUDGET= seconds, DRY=1)'
-	@echo 'make bench   measure, and print the tables'
+	@echo 'make bench   measure, and print the tables (BENCHMARKS="step ops", QUICK=--quick)'
 	@echo 'make clean   remove the environments and everything built'
 
 $(VENV)/pyvenv.cfg:
@@ -203,18 +203,9 @@ type: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --site-dir site
 
+BENCHMARKS ?= step ops levels overhead compiled distributed sharding fidelity
 bench: $(VENV)/.ops
-	$(BIN)/python -m benchmarks.hooks
-	$(BIN)/python -m benchmarks.host
-	$(BIN)/python -m benchmarks.buffers
-	$(BIN)/python -m benchmarks.monitoring
-	$(BIN)/python -m benchmarks.compiled
-	$(BIN)/python -m benchmarks.checkpoints
-	$(BIN)/python -m benchmarks.distributed
-	$(BIN)/python -m benchmarks.ops
-	$(BIN)/python -m benchmarks.step
-	$(BIN)/python -m benchmarks.level_numbers
-	$(BIN)/python -m benchmarks.fidelity
+	set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(QUICK); done
 
 # what is installed decides what is run: an image for GPUs has a torch of its own, and no way to install another
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

@@ -52,7 +52,7 @@ def test_gpu_check_plans_what_exists() -> None:
     assert done.returncode == 0, done.stderr
     stages = dict(zip(*[iter(re.split(r'^== (.+)\n', done.stdout, flags=re.M)[1:])] * 2))
     assert all(stages.values()) and {'ops', 'step', 'engine', 'end-to-end', 'sanitizer', 'ddp'} == set(stages)
-    assert 'build-ops --cuda' in stages['ops'] and '--end-to-end' in stages['end-to-end']
+    assert 'build-ops --cuda' in stages['ops'] and 'benchmarks.levels' in stages['end-to-end']
     assert all(check in stages['sanitizer'] for check in ('memcheck', 'racecheck', 'initcheck', 'synccheck'))
     files = set(re.findall(r'tests/\S+\.py', done.stdout))
     assert files and all('--device cuda' in stages[stage] for stage in ('ops', 'step', 'engine', 'ddp'))
