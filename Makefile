@@ -36,6 +36,9 @@ SEED ?= 0
 STAGE ?= all
 BUDGET ?= 530
 DRY ?=
+# of bench: which, and QUICK=--quick to see that they run
+BENCHMARKS ?= step ops levels overhead compiled distributed sharding fidelity
+QUICK ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
@@ -203,7 +206,6 @@ type: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --site-dir site
 
-BENCHMARKS ?= step ops levels overhead compiled distributed sharding fidelity
 bench: $(VENV)/.ops
 	set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(QUICK); done
 

@@ -90,7 +90,9 @@ class Rank:
             scale = {'init_scale': SCALE} if variant in ('O1', 'O2') else None
             amp.initialize(self.model, self.optimizer, True, variant, loss_scale=scale, mesh=mesh, verbosity=0)
         if not sharded:
-            self.model = DistributedDataParallel(self.model, device_ids=[0] if device == 'cuda' else None)
+            self.model = DistributedDataParallel(
+                self.model, device_ids=[torch.cuda.current_device()] if device == 'cuda' else None
+            )
         if exchange is not None:
             self.model.register_comm_hook(None, exchange.hook)
         torch.manual_seed(dist.get_rank())
