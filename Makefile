@@ -19,10 +19,8 @@ TORCH ?= 2.15.0
 ENGINE ?= mmengine
 VENV_TORCH ?= .venv-torch-$(TORCH)$(if $(filter onedl,$(ENGINE)),-onedl)
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' requirements/runtime.txt)
-# of matrix: which cells (as in CELLS="3.11/2.15.0/mmengine 3.12/*/onedl"; all of them without it), KEEP=1 to keep environments,
-# DRY=1 to see the cells alone
-CELLS ?=
-KEEP ?=
+# of matrix: PYTHON/TORCH/ENGINE of each cell
+CELLS ?= $(foreach engine,mmengine onedl,$(foreach torch,2.6.0 2.9.1 2.11.0 2.13.0 2.14.1 2.15.0,$(foreach python,3.10 3.11 3.12 3.13,$(python)/$(torch)/$(engine))))
 # the environment of test-foreign
 FOREIGN ?= .venv-foreign
 
@@ -50,7 +48,7 @@ help:
 	@echo 'make test-all  every combination, long runs, and planted faults that the tests must notice: hours, before a release'
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0, or newest); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
-	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in docs/versions.md (CELLS=, KEEP=1, DRY=1)'
+	@echo 'make matrix  the tests on every torch, Python and mmengine of docs/versions.md (CELLS="3.11/2.15.0/mmengine 3.12/2.6.0/onedl")'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation, mmdetection and timm'
 	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
 	@echo 'make crash-test  kill about 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
@@ -148,8 +146,9 @@ test-onedl:
 
 # each cell is one test-torch, in an environment that is removed afterwards
 matrix:
-	$(PYTHON) tools/run_matrix.py $(foreach cell,$(CELLS),--cell '$(cell)') $(if $(KEEP),--keep) $(if $(DRY),--dry) \
-	--workers $(WORKERS) -- $(PYTEST_ARGS)
+	@failed=; for cell in $(CELLS); do echo "== $$cell"; IFS=/ read -r python torch engine <<< "$$cell"; \
+	$(MAKE) --no-print-directory test-torch PYTHON="python$$python" TORCH="$$torch" ENGINE="$$engine" VENV_TORCH=.venv-matrix \
+	|| failed="$$failed $$cell"; rm -rf .venv-matrix; done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 crash-test: $(VENV)/.dev
 	KILLS=$(KILLS) SEED=$(SEED) $(TRY) --full tests/system/test_crash.py
@@ -216,4 +215,4 @@ gpu-check:
 
 clean:
 	rm -rf amp_wrapper/ops/*.so
-	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -126,7 +126,6 @@ def gan() -> Task:
         cfg.optim_wrapper[network].optimizer.lr = 2e-3
     cfg.train_cfg.max_epochs, cfg.param_scheduler.T_max = 3, 3
     cfg.train_cfg.val_interval = 3
-    # it draws pictures
     cfg.custom_hooks = []
     return Task('GAN on digits: Fréchet distance', 'gan/frechet', ('loss_real', 'loss_fake'), cfg)
 

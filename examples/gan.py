@@ -1,26 +1,22 @@
 """A small conditional DCGAN for the 8 x 8 digits, with an optimizer wrapper for each of its two networks.
 
 mmengine trains several networks through ``OptimWrapperDict`` but does not build one from a config; here is a constructor
-that does. The metric compares generated digits with held-out ones, and a hook draws them.
+that does. The metric compares generated digits with held-out ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import mmcv
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
-from mmengine.hooks import Hook
 from mmengine.model import BaseModel, BaseModule, is_model_wrapper
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
-from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import DATASETS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from torch import Tensor, nn
 
 from .classification import Digits
@@ -292,43 +288,3 @@ def _frechet(a: np.ndarray, b: np.ndarray) -> float:
     distance = ((mean_a - mean_b) ** 2).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * shared
     # rounding may leave a little below 0
     return max(0.0, float(distance))
-
-
-@HOOKS.register_module()
-class SampleGridHook(Hook):
-    """Draws generated digits at each validation, a column for each class: ``samples/epoch_N.png`` in the work dir.
-
-    Args:
-        rows: Samples of each class.
-        num_classes: Classes.
-        zoom: Width of a pixel in the picture.
-    """
-
-    def __init__(self, rows: int = 8, num_classes: int = 10, zoom: int = 6) -> None:
-        self.rows, self.num_classes, self.zoom = rows, num_classes, zoom
-        self.columns: list[list[np.ndarray]] = []
-
-    def before_val_epoch(self, runner: Any) -> None:
-        """Begin a picture."""
-        self.columns = [[] for _ in range(self.num_classes)]
-
-    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Take the first samples of each class."""
-        for sample in outputs or ():
-            column = self.columns[int(sample['label'])]
-            if len(column) < self.rows:
-                # a margin around each sample
-                column.append(np.pad(sample['fake'][0].float().cpu().numpy(), 1, constant_values=-1.0))
-
-    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
-        """Write the picture, in the first process."""
-        if not is_main_process():
-            return
-        blank = np.full((10, 10), -1.0, np.float32)
-        columns = [np.concatenate(column + [blank] * (self.rows - len(column))) for column in self.columns]
-        image = np.concatenate(columns, 1)
-        # ink is dark on paper, and a failed model may give anything
-        grey = np.nan_to_num(127.5 * (1 - image)).clip(0, 255).astype(np.uint8)
-        path = Path(runner.work_dir) / 'samples' / f'epoch_{runner.epoch}.png'
-        mmcv.imwrite(grey.repeat(self.zoom, 0).repeat(self.zoom, 1), str(path))
-        runner.logger.info(f'Samples are in {path}')
