@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from amp_wrapper import AmpError, amp
 from amp_wrapper.checkpoint import file as checkpoint_file
@@ -35,51 +34,39 @@ from amp_wrapper.checkpoint import file as checkpoint_file
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 #: Of the red, green and blue of ImageNet, which has bytes.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-CHECKPOINT, BEST = 'checkpoint.pth.tar', 'model_best.pth.tar'
+CHECKPOINT = 'checkpoint.pth.tar'
 
 
 # -- models and data --------------------------------------------------------------------------------------------------
 
 
-def small_network(num_classes: int) -> nn.Module:
+def small_network() -> nn.Module:
     """Build what learns the synthetic images: convolutions with BatchNorm."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
         layers += [nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-class Synthetic(Dataset):
-    """Images that are made when they are asked for: each class has a coarse pattern, with noise upon it.
+def make_images(count: int, size: int, seed: int) -> TensorDataset:
+    """Make images of ten classes: each has a coarse pattern, with noise upon it.
 
     Args:
-        length: Number of images.
+        count: Number of images.
         size: Height and width.
         seed: Of the noise; the patterns are the same for all.
     """
-
-    num_classes = 10
-
-    def __init__(self, length: int, size: int, seed: int) -> None:
-        self.length, self.size, self.seed = length, size, seed
-        coarse = torch.rand(self.num_classes, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-        self.patterns = F.interpolate(coarse, size=(size, size), mode='bilinear') * 255
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        own = torch.Generator().manual_seed(self.seed * 10**9 + index)
-        label = index % self.num_classes
-        noise = 64 * torch.randn(3, self.size, self.size, generator=own)
-        return (self.patterns[label] + noise).clamp(0, 255).to(torch.uint8), label
+    coarse = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(count) % 10
+    patterns = F.interpolate(coarse, size=(size, size), mode='bilinear')[labels] * 255
+    noise = 64 * torch.randn(patterns.shape, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset((patterns + noise).clamp(0, 255).to(torch.uint8), labels)
 
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, Any, Any]:
     """Return the model in FP32, training images and validation images; images are uint8 (3, H, W)."""
     if args.synthetic:
-        images = [Synthetic(length, args.image_size, seed) for length, seed in ((args.synthetic, 1), (50, 2))]
-        return small_network(Synthetic.num_classes), *images
+        return small_network(), make_images(args.synthetic, args.image_size, 1), make_images(50, args.image_size, 2)
     import torchvision
     from torchvision import transforms
 
@@ -198,13 +185,10 @@ class Trainer:
         """Train, validate and save, until ``--epochs`` are done."""
         while self.epoch < self.args.epochs:
             self.train_epoch()
-            share = self.validate()
+            self.best = max(self.validate(), self.best)
             self.epoch += 1
-            is_best, self.best = share > self.best, max(share, self.best)
             if self.rank == 0:
                 self.save(self.args.out / CHECKPOINT)
-                if is_best:
-                    shutil.copyfile(self.args.out / CHECKPOINT, self.args.out / BEST)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; its weights are FP32 values, the masters where there are some."""
