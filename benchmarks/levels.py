@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from amp_wrapper import amp
+from amp_wrapper import amp, ops
 from amp_wrapper.diagnostics.step import SavedBytes
 from amp_wrapper.policy import LEVELS
 
-from .loops import TORCH_TYPES, VARIANTS, Loop, TorchAmp, make_optimizer, wrap
+from .loops import HAS_MMENGINE, TORCH_TYPES, VARIANTS, Loop, TorchAmp, make_optimizer, wrap
 from .machine import MIB, Memory, alone, in_turns, median, options, parse, publish, ratio, say, table
 from .models import Training, resnet50, tiny_transformer, trainings, vit
 
@@ -70,7 +70,8 @@ class Setup:
     @property
     def name(self) -> str:
         """Name of the row."""
-        return self.level + ', split masters' * self.split + ', 16-bit moments' * self.small_state
+        parts = {self.level: True, 'split masters': self.split, '16-bit moments': self.small_state}
+        return ', '.join(part for part, applies in parts.items() if applies)
 
 
 SETUPS = (
@@ -134,7 +135,7 @@ class Trained:
         stepped = [parameter for group in self.optimizer.param_groups for parameter in group['params']]
         if self.setup.split:
             # its halves belong to the engine
-            engine = self.wrapper._engine if hasattr(self.wrapper, '_engine') else self.wrapper.engine
+            engine = self.wrapper._engine if HAS_MMENGINE else self.wrapper.engine
             stepped += [copy for copy in engine.params.lists().copies if copy is not None]
         masters = [parameter for parameter in stepped if not any(parameter is weight for weight in weights)]
         state = [value for values in self.optimizer.state.values() for value in values.values()]
@@ -184,6 +185,9 @@ def memory_rows(setups: Sequence[Setup], width: int, layers: int, device: str) -
     """Return a row for each setup."""
     rows = []
     for setup in setups:
+        if (setup.split or setup.small_state) and not ops.serves(device):
+            # they need the compiled ops
+            continue
         found = alone(train_perceptron, dataclasses.replace(setup, device=device), width, layers)
         cells = [f'{value:.1f}' for value in (*found[:4], sum(found[:4]), *found[4:])]
         rows.append([setup.name, setup.api, f'`{setup.optimizer}`', *cells])

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from amp_wrapper import ops
 from amp_wrapper.ops import loader
 
 from .counting import allocations, counts_of, launches
@@ -246,12 +247,15 @@ def ways(case: Case) -> dict[str, dict[str, Callable[[Shapes], Step]]]:
     def wrapped(level: str, optimizer: Callable[..., Optimizer], **words: Any) -> Callable[[Shapes], Step]:
         return functools.partial(Wrapped, case, level=level, optimizer=optimizer, **words)
 
-    small = functools.partial(ours, state_dtype='bfloat16')
+    compiled: dict[str, Callable[[Shapes], Step]] = {}
+    if ops.serves(case.device):
+        small = functools.partial(ours, state_dtype='bfloat16')
+        compiled[f'this package, {half}, fused, split masters'] = wrapped(half, ours, master_weights='split')
+        compiled[f'this package, {half}, fused, 16-bit moments'] = wrapped(half, small)
     groups: Sequence[dict[str, Callable[[Shapes], Step]]] = (
         {
             f'this package, {half}, fused': wrapped(half, ours),
-            f'this package, {half}, fused, split masters': wrapped(half, ours, master_weights='split'),
-            f'this package, {half}, fused, 16-bit moments': wrapped(half, small),
+            **compiled,
             f'this package, {half}, torch fused': wrapped(half, fused),
             'torch ops, unscale': functools.partial(TorchOps, case, folded=False),
             'torch ops, folded': functools.partial(TorchOps, case, folded=True),
@@ -341,24 +345,25 @@ def ops_from(setting: str) -> Iterator[None]:
 
 def beside_torch(lists: dict[str, Shapes], rounds: int, device: str) -> list[list[str]]:
     """Return rows that compare ``FusedAdamW`` with torch's faster AdamW at one level, without a library and with it."""
-    case, kinds = Case('AdamW', False, torch.float16, device), {'fused': {'fused': True}, 'foreach': {'foreach': True}}
-    rows = []
+    case, rows = Case('AdamW', False, torch.float16, device), []
+    optimizers = {
+        'ours': functools.partial(make_optimizer, 'FusedAdamW'),
+        'fused': functools.partial(make_optimizer, 'AdamW', fused=True),
+        'foreach': functools.partial(make_optimizer, 'AdamW', foreach=True),
+    }
+    libraries = {'none': 'torch', **({'compiled': ''} if ops.serves(device) else {})}
     for title, shapes in lists.items():
         for level in ('O0', 'O2', 'O5'):
-            for setting, library in (('torch', 'none'), ('', 'compiled')):
+            for library, setting in libraries.items():
                 with ops_from(setting):
-                    steps = {'ours': start(functools.partial(Wrapped, case, level=level, optimizer=_adamw), shapes)}
-                    for kind, words in kinds.items():
-                        optimizer = functools.partial(make_optimizer, 'AdamW', **words)
-                        steps[kind] = start(functools.partial(Wrapped, case, level=level, optimizer=optimizer), shapes)
+                    steps: dict[str, Step] = {}
+                    for name, optimizer in optimizers.items():
+                        steps[name] = start(functools.partial(Wrapped, case, level=level, optimizer=optimizer), shapes)
                     times = time_steps(steps, rounds, device)
                 best = min(times['fused'], times['foreach'], key=statistics.median)
                 rows.append([title, level, library, median(best), ratio(times['ours'], best)])
                 say(' | '.join(rows[-1]))
     return rows
-
-
-_adamw = functools.partial(make_optimizer, 'FusedAdamW')
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -374,9 +379,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = options(__doc__, 9)
     add_options(parser)
     args = parse(parser, words)
-    lines = ['Medians; ratios are medians of the ratios round by round, with their quartiles. Bytes are those that the '
-             'operations cannot avoid to move. Host time is that of as many tensors of one element. Memory in bytes per '
-             'parameter, with gradients.']  # fmt: skip
+    lines = [
+        'Medians; ratios are medians of the ratios round by round, with their quartiles. Bytes are those that the operations '
+        'cannot avoid to move. Host time is that of as many tensors of one element. Memory: bytes per parameter, with gradients.'
+    ]
     heads = [*HEADS, 'bytes held', 'at the peak', *(['launches'] if args.device == 'cuda' else [])]
     # made before memory is counted: it is no part of any way
     noise(args.device)
@@ -391,9 +397,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if not args.quick:
         lists |= {'1,000 small tensors': [(1000,)] * 1000, 'ResNet-50': shapes_of('ResNet-50')}
     rows = beside_torch(lists, args.rounds, args.device)
-    lines += ["## FusedAdamW beside torch's faster AdamW", *table(
-        ['parameters', 'level', 'library', "torch's AdamW, ms", 'ours to it'], rows
-    )]  # fmt: skip
+    heads = ['parameters', 'level', 'library', "torch's AdamW, ms", 'ours to it']
+    lines += ["## FusedAdamW beside torch's faster AdamW", *table(heads, rows)]
     publish(args, 'step', 'The optimizer step', lines)
 
 
