@@ -380,8 +380,8 @@ def main(words: Sequence[str] | None = None) -> None:
     add_options(parser)
     args = parse(parser, words)
     lines = [
-        'Medians; ratios are medians of the ratios round by round, with their quartiles. Bytes are those that the operations '
-        'cannot avoid to move. Host time is that of as many tensors of one element. Memory: bytes per parameter, with gradients.'
+        'Medians; ratios are medians of the ratios round by round, with their quartiles. Bytes moved are those that the '
+        'operations cannot avoid. Host time is that of as many tensors of one element. Memory in bytes per parameter.'
     ]
     heads = [*HEADS, 'bytes held', 'at the peak', *(['launches'] if args.device == 'cuda' else [])]
     # made before memory is counted: it is no part of any way

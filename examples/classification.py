@@ -57,7 +57,7 @@ class ConvNet(BaseModule):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, channels[-1], h, w)."""
+        """Map (N, C, H, W) to (N, channels[-1], h, w)."""
         return self.layers(inputs)
 
 
@@ -78,7 +78,7 @@ class TransformerLayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, tokens, width) to the same."""
+        """Map (N, tokens, width) to the same."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + F.dropout(self.out(mixed), self.dropout, self.training)
@@ -118,7 +118,7 @@ class PatchTransformer(BaseModule):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(N, C, size, size) to (N, width, size / patch, size / patch)."""
+        """Map (N, C, size, size) to (N, width, size / patch, size / patch)."""
         image = self.patches(inputs)
         tokens = image.flatten(2).transpose(1, 2) + self.places
         for layer in self.layers:
@@ -146,7 +146,7 @@ class ImageClassifier(BaseModel):
         self.fc = nn.Linear(in_channels, num_classes)
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
-        """Logits (N, num_classes), a loss dict ('loss'), or a list of results ('predict')."""
+        """Return logits (N, num_classes), a loss dict ('loss'), or a list of results ('predict')."""
         logits = self.fc(self.backbone(inputs).mean((2, 3)))
         if mode == 'loss':
             return dict(loss=F.cross_entropy(logits, labels))
@@ -215,5 +215,5 @@ class Accuracy(BaseMetric):
         self.results.extend(int(sample['pred']) == int(sample['label']) for sample in data_samples)
 
     def compute_metrics(self, results: list) -> dict[str, float]:
-        """The share over the whole data set."""
+        """Return the share over the whole data set."""
         return dict(top1=100.0 * sum(results) / len(results))

@@ -39,20 +39,14 @@ class WrapperPerModule:
 
     def __call__(self, model: nn.Module) -> OptimWrapperDict:
         """Build the wrappers for a model, which may be wrapped for several processes."""
-        children = _bare(model)._modules
-        wrong = [name for name, cfg in self.configs.items() if name not in children or not isinstance(cfg, dict)]
-        if wrong:
-            raise ValueError(
-                f'optim_wrapper.{wrong[0]} is not the config of a child; the model has {", ".join(children)}'
-            )
-        return OptimWrapperDict(
-            **{name: build_optim_wrapper(children[name], cfg) for name, cfg in self.configs.items()}
-        )
+        bare = _bare(model)
+        wrappers = {name: build_optim_wrapper(bare.get_submodule(name), cfg) for name, cfg in self.configs.items()}
+        return OptimWrapperDict(**wrappers)
 
 
 @MODELS.register_module()
 class DigitGenerator(BaseModule):
-    """Noise and a class to an image of 8 x 8 in -1 to 1.
+    """Turns noise and a class into an image of 8 x 8 in -1 to 1.
 
     Args:
         noise_dim: Length of the noise.
@@ -76,14 +70,14 @@ class DigitGenerator(BaseModule):
         )
 
     def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
-        """(N, noise_dim) and (N,) to (N, 1, 8, 8)."""
+        """Map (N, noise_dim) and (N,) to (N, 1, 8, 8)."""
         classes = F.one_hot(labels, self.num_classes).to(noise.dtype)
         return self.layers(self.stem(torch.cat([noise, classes], 1)).view(-1, 2 * self.width, 2, 2))
 
 
 @MODELS.register_module()
 class DigitDiscriminator(BaseModule):
-    """An image and its alleged class to a logit: is it real?
+    """Turns an image and its alleged class into a logit: is it real?
 
     It has no BatchNorm, so real and generated images can share a batch.
 
@@ -112,7 +106,7 @@ class DigitDiscriminator(BaseModule):
         self.classes = nn.Embedding(num_classes, 4 * width * 2 * 2)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """(N, 1, 8, 8) and (N,) to (N,)."""
+        """Map (N, 1, 8, 8) and (N,) to (N,)."""
         features = self.layers(images)
         # one term judges the image, the other whether it fits its class
         return self.fc(features).squeeze(1) + (features * self.classes(labels)).sum(1)
@@ -137,7 +131,7 @@ class GAN(BaseModel):
         self.discriminator = MODELS.build(discriminator)
 
     def draw_noise(self, labels: Tensor) -> Tensor:
-        """Noise of the global generator, whose state a resumed run finds again."""
+        """Draw noise from the global generator, whose state a resumed run finds again."""
         return torch.randn(len(labels), _bare(self.generator).noise_dim, device=labels.device)
 
     def train_step(self, data: dict[str, Any], optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
@@ -179,7 +173,7 @@ class GAN(BaseModel):
         return dict(loss_generator=log_vars['loss_generator'])
 
     def forward(self, inputs: Tensor, labels: Tensor, noise: Tensor | None = None, mode: str = 'tensor') -> Any:
-        """Images of the given classes ('tensor'), or a list of results with them ('predict').
+        """Return images of the given classes ('tensor'), or a list of results with them ('predict').
 
         The networks are called without their wrappers for several processes, so each process samples on its own.
         """

@@ -96,7 +96,8 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
         self.args, self.device, self.rank, self.world = args, device, rank, world
-        self.best, self.epoch = 0.0, 0
+        self.epoch = 0
+        torch.manual_seed(args.seed)
         self.mean, self.std = (torch.tensor(value, device=device).view(-1, 1, 1) for value in (MEAN, STD))
         bare, self.train_set, self.val_set = build(args)
         # the rate that is asked for belongs to 256 images a step
@@ -163,8 +164,8 @@ class Trainer:
                 self.say(f'{place}  Speed {speed:.1f}  Loss {loss.item():.4f}')
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Return the share of right predictions on the validation images, in per cent, over all processes."""
+    def validate(self) -> None:
+        """Print the share of right predictions on the validation images, in per cent, over all processes."""
         if self.world > 1:
             # the processes have running statistics of their own, and the checkpoint those of the first
             for buffer in self.bare.buffers():
@@ -177,15 +178,16 @@ class Trainer:
             right += (self.bare(images).argmax(1) == labels).sum()
         if self.world > 1:
             dist.all_reduce(right)
-        share = 100 * right.item() / len(self.val_set)
-        self.say(f' * Prec@1 {share:.3f}')
-        return share
+        self.say(f' * Prec@1 {100 * right.item() / len(self.val_set):.3f}')
 
     def fit(self) -> None:
-        """Train, validate and save, until ``--epochs`` are done."""
+        """Train, validate and save, until ``--epochs`` are done; with ``--evaluate``, only validate."""
+        if self.args.evaluate:
+            self.validate()
+            return
         while self.epoch < self.args.epochs:
             self.train_epoch()
-            self.best = max(self.validate(), self.best)
+            self.validate()
             self.epoch += 1
             if self.rank == 0:
                 self.save(self.args.out / CHECKPOINT)
@@ -193,8 +195,7 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint; its weights are FP32 values, the masters where there are some."""
         states = {'state_dict': self.bare.state_dict(), 'optimizer': self.optimizer.state_dict()}
-        checkpoint = {'epoch': self.epoch, 'best_prec1': self.best, **states, 'amp': amp.state_dict()}
-        checkpoint_file.save(checkpoint, path)
+        checkpoint_file.save({'epoch': self.epoch, **states, 'amp': amp.state_dict()}, path)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint of this script."""
@@ -202,7 +203,7 @@ class Trainer:
         self.bare.load_state_dict(checkpoint['state_dict'])
         self.optimizer.load_state_dict(checkpoint['optimizer'])
         amp.load_state_dict(checkpoint['amp'])
-        self.epoch, self.best = checkpoint['epoch'], checkpoint['best_prec1']
+        self.epoch = checkpoint['epoch']
         self.say(f'resumed from {path} after {self.epoch} epochs')
 
 
@@ -241,25 +242,17 @@ def run(args: argparse.Namespace) -> None:
     local, world = int(os.environ.get('LOCAL_RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = torch.device('cuda', local) if torch.cuda.is_available() else torch.device('cpu')
     args.out.mkdir(parents=True, exist_ok=True)
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
     try:
-        fit_or_validate(args, device, dist.get_rank() if world > 1 else 0, world)
+        Trainer(args, device, dist.get_rank() if world > 1 else 0, world).fit()
     finally:
         if world > 1:
             # a DDP that is left over would keep the threads of gloo alive, and these abort a process that is about to end
             gc.collect()
             dist.destroy_process_group()
-
-
-def fit_or_validate(args: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
-    """Do what the options ask of one process."""
-    torch.manual_seed(args.seed)
-    trainer = Trainer(args, device, rank, world)
-    if args.evaluate:
-        trainer.validate()
-    else:
-        trainer.fit()
 
 
 def main() -> None:
