@@ -23,6 +23,7 @@ from .machine import MIB, Memory, median, options, parse, publish, ratio, say, s
 from .models import Training, Transformer, resnet50, small_resnet, tiny_transformer
 
 KINDS = {
+    'quick': ('torch.amp, bfloat16', 'O5'),
     'cpu': ('FP32', 'torch.amp, bfloat16', 'O4', 'O5'),
     'cuda': ('FP32', 'torch.amp', 'torch.amp, bfloat16', 'O1', 'O2', 'O4', 'O5'),
 }
@@ -95,7 +96,7 @@ def serve(pipe: Connection, training: Training, kind: str, compiles: bool, devic
     """Begin a way in this process, and take a step whenever one is asked for.
 
     Args:
-        pipe: Sends :class:`Begun`, then the seconds of each step; None ends it.
+        pipe: Sends the fields of :class:`Begun`, then the seconds of each step; None ends it.
         training: What is trained.
         kind: FP32, ``torch.amp`` or a level.
         compiles: Whether the model is compiled.
@@ -106,7 +107,7 @@ def serve(pipe: Connection, training: Training, kind: str, compiles: bool, devic
     loop = Loop(training, kind, device)
     if compiles:
         loop.model.compile()
-    pipe.send(begin(loop, device))
+    pipe.send(dataclasses.astuple(begin(loop, device)))
     while pipe.recv() is not None:
         pipe.send(seconds(loop.step, device))
 
@@ -120,7 +121,7 @@ class Way:
         self._process = context.Process(target=serve, args=(other, *args), daemon=False)
         self._process.start()
         other.close()
-        self.begun: Begun = self._pipe.recv()
+        self.begun = Begun(*self._pipe.recv())
         self.times: list[float] = []
 
     def step(self) -> None:
@@ -134,10 +135,10 @@ class Way:
         self._process.join()
 
 
-def measure(training: Training, device: str, threads: int, rounds: int) -> list[list[str]]:
+def measure(training: Training, kinds: Sequence[str], device: str, threads: int, rounds: int) -> list[list[str]]:
     """Return the rows of one model."""
     ways: dict[tuple[str, bool], Way] = {}
-    for kind in KINDS[device]:
+    for kind in kinds:
         for compiles in (False, True):
             say(f'{training.name}, {kind}, {"compiled" if compiles else "eager"}')
             ways[kind, compiles] = Way(training, kind, compiles, device, threads)
@@ -157,13 +158,14 @@ def measure(training: Training, device: str, threads: int, rounds: int) -> list[
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the page."""
     args = parse(options(__doc__, 15), words)
+    kinds = KINDS['quick' if args.quick else args.device]
     # nothing is there that was compiled before
     with tempfile.TemporaryDirectory() as folder:
         os.environ['TORCHINDUCTOR_CACHE_DIR'] = folder
         rows = [
             row
             for training in trainings(args.device, args.quick)
-            for row in measure(training, args.device, args.threads, args.rounds)
+            for row in measure(training, kinds, args.device, args.threads, args.rounds)
         ]
     note = 'Medians; ratios are medians of the ratios round by round, with their quartiles. Backend inductor.'
     publish(args, 'compiled', 'Training steps, eager and compiled', [note, *table(HEADS, rows)])
