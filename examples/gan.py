@@ -1,4 +1,4 @@
-"""A small conditional DCGAN for the 8 x 8 digits, with an optimizer wrapper for each of its two networks.
+"""The DCGAN of ``dcgan_digits.py`` for mmengine, with an optimizer wrapper for each of its two networks.
 
 mmengine trains several networks through ``OptimWrapperDict`` but does not build one from a config; here is a constructor
 that does. The metric compares generated digits with held-out ones.
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from mmengine.evaluator import BaseMetric
-from mmengine.model import BaseModel, BaseModule, is_model_wrapper
+from mmengine.model import BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import DATASETS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from torch import Tensor, nn
 
 from .classification import Digits
-from .dcgan_digits import frechet_distance
+from .dcgan_digits import DigitDiscriminator, DigitGenerator, frechet_distance
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -44,72 +44,8 @@ class WrapperPerModule:
         return OptimWrapperDict(**wrappers)
 
 
-@MODELS.register_module()
-class DigitGenerator(BaseModule):
-    """Turns noise and a class into an image of 8 x 8 in -1 to 1.
-
-    Args:
-        noise_dim: Length of the noise.
-        num_classes: Classes.
-        width: Channels at 4 x 4; twice as many at 2 x 2.
-        init_cfg: mmengine's initialisation config.
-    """
-
-    def __init__(self, noise_dim: int = 32, num_classes: int = 10, width: int = 64, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg)
-        self.noise_dim, self.num_classes, self.width = noise_dim, num_classes, width
-        self.stem = nn.Linear(noise_dim + num_classes, 2 * width * 2 * 2, bias=False)
-        self.layers = nn.Sequential(
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(width, 1, 4, stride=2, padding=1),
-            nn.Tanh(),
-        )
-
-    def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
-        """Map (N, noise_dim) and (N,) to (N, 1, 8, 8)."""
-        classes = F.one_hot(labels, self.num_classes).to(noise.dtype)
-        return self.layers(self.stem(torch.cat([noise, classes], 1)).view(-1, 2 * self.width, 2, 2))
-
-
-@MODELS.register_module()
-class DigitDiscriminator(BaseModule):
-    """Turns an image and its alleged class into a logit: is it real?
-
-    It has no BatchNorm, so real and generated images can share a batch.
-
-    Args:
-        num_classes: Classes.
-        width: Channels at 8 x 8; doubled at each halving of the size.
-        dropout: Share of dropped activations. The data set is small, and memorised without it.
-        init_cfg: mmengine's initialisation config.
-    """
-
-    def __init__(self, num_classes: int = 10, width: int = 32, dropout: float = 0.3, init_cfg: Any = None) -> None:
-        # the many terms of the class's sum would drown the image's own logit at torch's standard deviation of 1
-        super().__init__(init_cfg or dict(type='Normal', layer='Embedding', std=0.02))
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Dropout2d(dropout),
-            nn.Conv2d(2 * width, 4 * width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Flatten(),
-            nn.Dropout(dropout),
-        )
-        self.fc = nn.Linear(4 * width * 2 * 2, 1)
-        self.classes = nn.Embedding(num_classes, 4 * width * 2 * 2)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Map (N, 1, 8, 8) and (N,) to (N,)."""
-        features = self.layers(images)
-        # one term judges the image, the other whether it fits its class
-        return self.fc(features).squeeze(1) + (features * self.classes(labels)).sum(1)
+MODELS.register_module(module=DigitGenerator)
+MODELS.register_module(module=DigitDiscriminator)
 
 
 @MODELS.register_module()
@@ -138,10 +74,8 @@ class GAN(BaseModel):
         """Update the discriminator, then the generator."""
         data = self.data_preprocessor(data, training=True)
         images, labels = data['inputs'], data['labels']
-        return {
-            **self.train_discriminator(images, labels, optim_wrapper),
-            **self.train_generator(labels, optim_wrapper),
-        }
+        losses = self.train_discriminator(images, labels, optim_wrapper)
+        return losses | self.train_generator(labels, optim_wrapper)
 
     def train_discriminator(self, images: Tensor, labels: Tensor, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
         """Tell real images from generated ones."""
@@ -178,11 +112,9 @@ class GAN(BaseModel):
         The networks are called without their wrappers for several processes, so each process samples on its own.
         """
         fakes = _bare(self.generator)(self.draw_noise(labels) if noise is None else noise, labels)
-        if mode == 'tensor':
-            return fakes
         if mode == 'predict':
             return [dict(fake=f, real=r, label=label) for f, r, label in zip(fakes.float(), inputs, labels)]
-        raise NotImplementedError('a GAN has two losses and no common one: call train_step')
+        return fakes
 
 
 def _bare(module: nn.Module) -> nn.Module:
@@ -191,7 +123,7 @@ def _bare(module: nn.Module) -> nn.Module:
 
 @DATASETS.register_module()
 class DigitsWithNoise(Digits):
-    """Digits, each with noise that stays the same: pictures of two validations show the same samples.
+    """Digits, each with noise that stays the same: all validations judge samples of the same noise.
 
     Args:
         noise_dim: Length of the noise.
