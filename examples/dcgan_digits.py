@@ -119,7 +119,7 @@ class Training:
         discriminator.init_weights()
         models = (DigitGenerator(args.noise_dim, width=args.width).to(device), discriminator.to(device))
         # an eps of 1e-8 is 0 in float16, as it is at O3
-        optimizers = tuple(torch.optim.Adam(model.parameters(), args.lr, (0.5, 0.999), 1e-4) for model in models)
+        optimizers = tuple(torch.optim.Adam(model.parameters(), 4e-3, (0.5, 0.999), 1e-4) for model in models)
         models, optimizers = amp.initialize(models, optimizers, opt_level=args.opt_level, num_losses=3)
         self.generator, self.discriminator = models
         self.optimizer_g, self.optimizer_d = optimizers
@@ -210,7 +210,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add('--epochs', type=int, default=60, help='passes over the 1,437 training images')
     add('--batch-size', type=int, default=64, help='images in a step')
     add('--steps-per-epoch', type=int, help='end each epoch early')
-    add('--lr', type=float, default=4e-3, help='learning rate of both optimizers')
     add('--noise-dim', type=int, default=32, help='length of the noise')
     add('--width', type=int, default=16, help='channels of the widest maps')
     add('--seed', type=int, default=0, help='of everything random')

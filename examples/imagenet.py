@@ -103,14 +103,9 @@ class Trainer:
         # the rate that is asked for belongs to 256 images a step
         self.lr = args.lr * args.batch_size * world / 256
         bare = bare.to(device)
-        optimizer = torch.optim.SGD(bare.parameters(), self.lr, momentum=0.9, weight_decay=args.weight_decay)
-        self.bare, self.optimizer = amp.initialize(
-            bare,
-            optimizer,
-            opt_level=args.opt_level,
-            keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-            loss_scale=args.loss_scale,
-        )
+        optimizer = torch.optim.SGD(bare.parameters(), self.lr, momentum=0.9, weight_decay=1e-4)
+        overrides = {'keep_batchnorm_fp32': args.keep_batchnorm_fp32, 'loss_scale': args.loss_scale}
+        self.bare, self.optimizer = amp.initialize(bare, optimizer, opt_level=args.opt_level, **overrides)
         if args.resume is not None:
             self.load(args.resume)
         # after the cast: DDP has to see the types that the parameters have from now on
@@ -222,7 +217,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add('--epochs', type=int, default=90, help='in all, those before a resume included (90)')
     add('-b', '--batch-size', type=int, default=256, help='images in a step, for each process (256)')
     add('--lr', type=float, default=0.1, help='for 256 images in a step of all processes (0.1)')
-    add('--wd', '--weight-decay', dest='weight_decay', type=float, default=1e-4, help='of SGD (1e-4)')
     add('-p', '--print-freq', type=int, default=10, help='steps between two lines (10)')
     add('--resume', type=Path, metavar='PATH', help='a checkpoint of this script')
     add('-e', '--evaluate', action='store_true', help='validate, and end')
