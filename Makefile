@@ -19,10 +19,8 @@ TORCH ?= 2.15.0
 ENGINE ?= mmengine
 VENV_TORCH ?= .venv-torch-$(TORCH)$(if $(filter onedl,$(ENGINE)),-onedl)
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' requirements/runtime.txt)
-# of matrix: which cells (as in CELLS="3.11/2.15.0/mmengine 3.12/*/onedl"; all of them without it), KEEP=1 to keep environments,
-# DRY=1 to see the cells alone
-CELLS ?=
-KEEP ?=
+# of matrix: PYTHON/TORCH/ENGINE of each cell
+CELLS ?= $(foreach engine,mmengine onedl,$(foreach torch,2.6.0 2.9.1 2.11.0 2.13.0 2.14.1 2.15.0,$(foreach python,3.10 3.11 3.12 3.13,$(python)/$(torch)/$(engine))))
 # the environment of test-foreign
 FOREIGN ?= .venv-foreign
 
@@ -36,6 +34,9 @@ SEED ?= 0
 STAGE ?= all
 BUDGET ?= 530
 DRY ?=
+# of bench: which, and QUICK=--quick to see that they run
+BENCHMARKS ?= step ops levels overhead compiled distributed sharding fidelity
+QUICK ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
@@ -47,7 +48,7 @@ help:
 	@echo 'make test-all  every combination, long runs, and planted faults that the tests must notice: hours, before a release'
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0, or newest); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
-	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in benchmarks/results/versions.md (CELLS=, KEEP=1, DRY=1)'
+	@echo 'make matrix  the tests on every torch, Python and mmengine of benchmarks/results/versions.md (CELLS="3.11/2.15.0/mmengine 3.12/2.6.0/onedl")'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation, mmdetection and timm'
 	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
 	@echo 'make crash-test  kill about 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
@@ -57,7 +58,7 @@ help:
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
 	@echo 'make gpu-check   everything that needs a GPU (STAGE=ops|step|engine|end-to-end|sanitizer|ddp, BUDGET= seconds, DRY=1)'
-	@echo 'make bench   measure, and print the tables'
+	@echo 'make bench   measure, and print the tables (BENCHMARKS="step ops", QUICK=--quick)'
 	@echo 'make clean   remove the environments and everything built'
 
 $(VENV)/pyvenv.cfg:
@@ -145,8 +146,9 @@ test-onedl:
 
 # each cell is one test-torch, in an environment that is removed afterwards
 matrix:
-	$(PYTHON) tools/run_matrix.py $(foreach cell,$(CELLS),--cell '$(cell)') $(if $(KEEP),--keep) $(if $(DRY),--dry) \
-	--workers $(WORKERS) -- $(PYTEST_ARGS)
+	@failed=; for cell in $(CELLS); do echo "== $$cell"; IFS=/ read -r python torch engine <<< "$$cell"; \
+	$(MAKE) --no-print-directory test-torch PYTHON="python$$python" TORCH="$$torch" ENGINE="$$engine" VENV_TORCH=.venv-matrix \
+	|| failed="$$failed $$cell"; rm -rf .venv-matrix; done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 crash-test: $(VENV)/.dev
 	KILLS=$(KILLS) SEED=$(SEED) $(TRY) --full tests/system/test_crash.py
@@ -204,17 +206,7 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --site-dir site
 
 bench: $(VENV)/.ops
-	$(BIN)/python -m benchmarks.hooks
-	$(BIN)/python -m benchmarks.host
-	$(BIN)/python -m benchmarks.buffers
-	$(BIN)/python -m benchmarks.monitoring
-	$(BIN)/python -m benchmarks.compiled
-	$(BIN)/python -m benchmarks.checkpoints
-	$(BIN)/python -m benchmarks.distributed
-	$(BIN)/python -m benchmarks.ops
-	$(BIN)/python -m benchmarks.step
-	$(BIN)/python -m benchmarks.level_numbers
-	$(BIN)/python -m benchmarks.fidelity
+	set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(QUICK); done
 
 # what is installed decides what is run: an image for GPUs has a torch of its own, and no way to install another
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -223,4 +215,4 @@ gpu-check:
 
 clean:
 	rm -rf amp_wrapper/ops/*.so
-	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

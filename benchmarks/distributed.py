@@ -1,298 +1,277 @@
-"""Gradient exchange of DDP at the opt levels: ``python -m benchmarks.distributed [--processes N] [--report FILE.md]``.
+"""Measures the exchange of gradients in DDP: ``python -m benchmarks.distributed [--processes 2] [--device cuda]``.
 
-Starts real processes, gloo on the CPU or nccl with a GPU for each, and prints tables: the bytes that each rank hands to the
-all-reduce per optimizer step, counted from DDP's buckets; the memory of the gradients; the time of the exchange alone and of
-whole steps, side by side.
+Real processes, over gloo on a CPU and nccl on GPUs: bytes that a rank hands to the all-reduce in one optimizer step, counted
+from the buckets of DDP; memory of gradients and buckets; the exchange alone; whole steps. With ``--processes 1`` a rank trains
+alone, with DDP and with FSDP2, to see whether the backend works.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import functools
+import gc
 import json
-import os
-import platform
-import signal
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parents[1]
-TYPES = ('float32', 'float16', 'bfloat16')
+from amp_wrapper import FusedAdamW, amp
+from amp_wrapper.policy import LEVELS
 
+from .loops import SCALE, TORCH_TYPES, TorchAmp
+from .machine import in_turns, median, options, parse, publish, ratio, say, table
+from .models import Training, resnet50, small_resnet, small_transformer, tiny_transformer
 
-def choose_backend(wanted: str, processes: int) -> str:
-    """'nccl' where every process finds a GPU of its own, else 'gloo'."""
-    if not dist.is_available():
-        sys.exit('This torch was built without torch.distributed.')
-    enough = torch.cuda.device_count() >= processes and dist.is_nccl_available()
-    if wanted == 'nccl' and not enough:
-        sys.exit(
-            f'--backend nccl needs {processes} GPUs, and torch sees {torch.cuda.device_count()}: use --backend gloo.'
-        )
-    if wanted != 'auto':
-        return wanted
-    return 'nccl' if enough else 'gloo'
+PLAIN = 'FP32'
 
 
-def launch(processes: int, backend: str, size: str, timeout: float) -> dict[str, Any]:
-    """Run the ranks to their end; rank 0 says on stderr how far they are.
+class GradientExchange:
+    """A communication hook that notes the buckets of DDP, and averages as DDP does by itself."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Tensor] = []
+
+    def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Note one bucket."""
+        self.buckets.append(bucket.buffer())
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    def bytes(self) -> dict[str, int]:
+        """Return the bytes for each type."""
+        found: Counter[str] = Counter()
+        for bucket in self.buckets:
+            found[str(bucket.dtype).removeprefix('torch.')] += bucket.nbytes
+        return dict(found)
+
+
+# DDP looks at the annotations as objects, and here they are strings
+GradientExchange.hook.__annotations__.clear()
+
+
+class Rank:
+    """A model in DDP, or sharded by FSDP2, with the batch of this rank.
+
+    Args:
+        training: Model and inputs.
+        variant: A level, or a way of torch alone.
+        device: Where.
+        sharded: Whether FSDP2 takes the place of DDP.
+        exchange: Notes the buckets of DDP.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        variant: str,
+        device: str,
+        sharded: bool = False,
+        exchange: GradientExchange | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = training.build().to(device)
+        self.stock: TorchAmp | None = None
+        if variant in TORCH_TYPES:
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+            self.stock = TorchAmp(self.optimizer, TORCH_TYPES[variant])
+        else:
+            self.optimizer = FusedAdamW(self.model.parameters(), lr=1e-5)
+            mesh = init_device_mesh(device, (dist.get_world_size(),)) if sharded else None
+            scale = {'init_scale': SCALE} if variant in ('O1', 'O2') else None
+            amp.initialize(self.model, self.optimizer, True, variant, loss_scale=scale, mesh=mesh, verbosity=0)
+        if not sharded:
+            self.model = DistributedDataParallel(
+                self.model, device_ids=[torch.cuda.current_device()] if device == 'cuda' else None
+            )
+        if exchange is not None:
+            self.model.register_comm_hook(None, exchange.hook)
+        torch.manual_seed(dist.get_rank())
+        self.inputs, self.labels = training.batch(device)
+
+    def backward(self) -> None:
+        """Forward and backward."""
+        if self.stock is not None:
+            with self.stock.optim_context(self.model):
+                loss = self.loss()
+            self.stock.backward(loss)
+            return
+        with amp.scale_loss(self.loss(), self.optimizer) as scaled:
+            scaled.backward()
+
+    def loss(self) -> Tensor:
+        """Return the loss."""
+        return F.cross_entropy(self.model(self.inputs).float(), self.labels)
+
+    def step(self) -> None:
+        """Forward, backward with the exchange, step, clear."""
+        self.backward()
+        (self.stock or self.optimizer).step()
+        self.optimizer.zero_grad()
+
+
+def storage_bytes(tensors: Sequence[Tensor | None]) -> int:
+    """Return the bytes of the storages behind tensors, each counted once: views of buckets cost nothing."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def count(training: Training, variant: str, device: str) -> dict[str, Any]:
+    """Count the bytes of one optimizer step.
 
     Raises:
-        SystemExit: A rank failed, or they took longer than ``timeout`` seconds. None of them is left running.
+        RuntimeError: Ranks differ in buckets or weights.
     """
-    # without it, SIGTERM would pass over the finally below
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = [str(processes), backend, str(folder), size]
-        logs = [folder / f'rank{rank}.log' for rank in range(processes)]
-        ranks = []
-        try:
-            for rank, path in enumerate(logs):
-                with path.open('w') as log:
-                    ranks.append(
-                        subprocess.Popen(
-                            [sys.executable, '-m', 'benchmarks.ddp_rank', str(rank), *words],
-                            cwd=ROOT,
-                            stdout=log,
-                            stderr=None if rank == 0 else log,
-                            env={**os.environ, 'OMP_NUM_THREADS': '1'},
-                        )
-                    )
-            end = time.monotonic() + timeout
-            while any(rank.poll() is None for rank in ranks):
-                if any(rank.poll() for rank in ranks):
-                    # the others would wait for it; a moment, so that they can say what they saw
-                    end = min(end, time.monotonic() + 5)
-                if time.monotonic() > end:
-                    break
-                time.sleep(0.2)
-        finally:
-            for one in ranks:
-                if one.poll() is None:
-                    one.kill()
-            codes = [one.wait() for one in ranks]
-        if any(codes):
-            tails = '\n'.join(f'-- rank {rank}\n{path.read_text()[-3000:]}' for rank, path in enumerate(logs))
-            sys.exit(f'The ranks ended with {codes} (-9: killed after a failure or {timeout:.0f} s).\n{tails}')
-        return json.loads((folder / 'result.json').read_text())
+    exchange = GradientExchange()
+    rank = Rank(training, variant, device, exchange=exchange)
+    # DDP sorts its buckets anew after the first step
+    for _ in range(2):
+        exchange.buckets.clear()
+        rank.optimizer.zero_grad()
+        rank.backward()
+        weights = list(rank.model.parameters())
+        stepped = [parameter for group in rank.optimizer.param_groups for parameter in group['params']]
+        held = storage_bytes([*(tensor.grad for tensor in (*weights, *stepped)), *exchange.buckets])
+        (rank.stock or rank.optimizer).step()
+    total = sum(weight.detach().double().sum().item() for weight in weights)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (exchange.bytes(), total))
+    if any(other != everyone[0] for other in everyone):
+        raise RuntimeError(f'{training.name}, {variant}: ranks differ in buckets or weights: {everyone}')
+    sizes = [bucket.numel() for bucket in exchange.buckets]
+    return {'bytes': exchange.bytes(), 'sizes': sizes, 'held': held / sum(map(Tensor.numel, weights))}
 
 
-# -- tables --------------------------------------------------------------------------------------------------------
+def all_reduce(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], None]:
+    """Return a call that averages buckets of these sizes, all under way together as in DDP."""
+    return functools.partial(_exchange, [torch.zeros(size, dtype=dtype, device=device) for size in sizes])
 
 
-def rows(cells: list[list[str]]) -> list[str]:
-    """Markdown from a head and its rows."""
-    head, *body = cells
-    lines = [head, ['---'] * len(head), *body]
-    return [f'| {" | ".join(line)} |' for line in lines]
+def _exchange(buffers: Sequence[Tensor]) -> None:
+    for work in [dist.all_reduce(buffer, async_op=True) for buffer in buffers]:
+        work.wait()
 
 
-def find(counts: list[dict[str, Any]], model: str, variant: str, passes: int = 1, view: bool = False) -> dict[str, Any]:
-    """The one record."""
-    wanted = (model, variant, passes, view)
-    return next(one for one in counts if (one['model'], one['variant'], one['passes'], one['view']) == wanted)
+def slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the times of the rank that was slowest in each round."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, times)
+    return {name: [max(turn) for turn in zip(*(other[name] for other in everyone))] for name in times}
 
 
-def unique(values: list[str]) -> list[str]:
-    """Without repetitions, in order."""
-    return list(dict.fromkeys(values))
+def measure(trainings: Sequence[Training], args: argparse.Namespace) -> dict[str, list[list[str]]]:
+    """Return the rows of all tables."""
+    tables: dict[str, list[list[str]]] = {'bytes': [], 'exchange': [], 'steps': []}
+    for training in trainings:
+        variants = (PLAIN, 'torch.amp, bfloat16', *LEVELS) if args.device == 'cpu' else (*TORCH_TYPES, *LEVELS)
+        counts = {variant: count(training, variant, args.device) for variant in variants}
+        base = sum(counts['O0']['bytes'].values())
+        for variant, found in counts.items():
+            kinds = [f'{found["bytes"].get(kind, 0):,}' for kind in ('float32', 'float16', 'bfloat16')]
+            to_base = f'{sum(found["bytes"].values()) / base:.4f}'
+            row = [training.name, variant, *kinds, to_base, str(len(found['sizes'])), f'{found["held"]:.2f}']
+            tables['bytes'].append(row)
+        dist.barrier()
+        sizes = counts['O0']['sizes']
+        kinds_of = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
+        ways = {name: all_reduce(sizes, dtype, args.device) for name, dtype in kinds_of.items()}
+        times = slowest(in_turns(ways, args.rounds, args.device, _meet, wall=True))
+        tables['exchange'] += _compare(training.name, times, 'float32')
+        # float16 has no fast path on a CPU
+        timed = [name for name in variants if args.device == 'cuda' or name not in ('torch.amp', 'O1', 'O2', 'O3')]
+        ranks = {variant: Rank(training, variant, args.device) for variant in timed}
+        steps = {name: rank.step for name, rank in ranks.items()}
+        times = slowest(in_turns(steps, args.rounds, args.device, _meet, wall=True))
+        tables['steps'] += _compare(training.name, times, 'O0')
+        if dist.get_rank() == 0:
+            say(f'{training.name} is done')
+        del ranks, steps
+        gc.collect()
+    return tables
 
 
-def bytes_table(counts: list[dict[str, Any]]) -> list[str]:
-    """What is handed to the all-reduce."""
-    cells = [['model', 'variant', *TYPES, 'all', 'to O0', 'buckets', '4 passes: all', '4 passes: to 4 steps of O0']]
-    for model in unique([one['model'] for one in counts]):
-        base = sum(find(counts, model, 'O0')['bytes'].values())
-        for variant in unique([one['variant'] for one in counts]):
-            single, window = (find(counts, model, variant, passes) for passes in (1, 4))
-            total, summed = (sum(one['bytes'].values()) for one in (single, window))
-            cells.append(
-                [
-                    model,
-                    variant,
-                    *(f'{single["bytes"].get(kind, 0):,}' for kind in TYPES),
-                    f'{total:,}',
-                    f'{total / base:.4f}',
-                    str(len(single['buckets'])),
-                    f'{summed:,}',
-                    f'{summed / (4 * base):.4f}',
-                ]
-            )
-    return rows(cells)
+def _meet(_: str) -> None:
+    dist.barrier()
 
 
-def memory_table(counts: list[dict[str, Any]]) -> list[str]:
-    """What gradients and buckets take."""
-    cells = [['model', 'variant', 'after backward', 'after the step', 'views: after backward', 'views: after the step']]
-    for model in unique([one['model'] for one in counts]):
-        for variant in unique([one['variant'] for one in counts]):
-            line = [model, variant]
-            for view in (False, True):
-                one = find(counts, model, variant, view=view)
-                line += [
-                    f'{one["memory"][moment] / one["parameters"]:.2f}'
-                    for moment in ('after backward', 'after the step')
-                ]
-            cells.append(line)
-    return rows(cells)
+def _compare(name: str, times: dict[str, list[float]], base: str) -> list[list[str]]:
+    return [[name, way, median(found), ratio(found, times[base])] for way, found in times.items()]
 
 
-def spread(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = (
-        f'{value:.0f}' if value >= 100 else f'{value:.3g}'
-        for value in statistics.quantiles(values, n=4, method='inclusive')
-    )
-    return f'{middle} ({low} to {high})'
-
-
-def time_cells(name: str, times: dict[str, list[float]], base: str) -> list[list[str]]:
-    """A row for each way, with the ratio to ``base`` taken round by round."""
-    return [
-        [name, way, str(len(values)), spread(values), spread([a / b for a, b in zip(values, times[base])])]
-        for way, values in times.items()
-    ]
-
-
-def exchange_table(exchanges: list[dict[str, Any]]) -> list[str]:
-    """All-reduces without anything around them."""
-    cells = [['gradients of', 'type', 'rounds', 'ms', 'to float32']]
-    for one in exchanges:
-        cells += time_cells(f'{one["model"]}, {one["parameters"] / 1e6:.1f} M', one['times'], 'float32')
-    return rows(cells)
-
-
-def step_table(times: list[dict[str, Any]]) -> list[str]:
-    """Whole optimizer steps."""
-    cells = [['model, inputs of a rank', 'variant', 'rounds', 'ms', 'to O0']]
-    for one in times:
-        shape = ' x '.join(str(size) for size in one['shape'])
-        cells += time_cells(f'{one["model"]}, {shape}', one['times'], 'O0')
-    return rows(cells)
-
-
-def skipped_line(result: dict[str, Any]) -> str:
-    """Skipped steps are cheaper, so they are named."""
+def train_alone(device: str) -> list[str]:
+    """Train a little with DDP and FSDP2, and return a line for each."""
     lines = []
-    for one in result['times']:
-        lines += [f'{one["model"]}, {variant}: {number}' for variant, number in one['skipped'].items() if number]
-    return f'Skipped steps among the timed: {"; ".join(lines) or "none"}.'
+    for sharded in (False, True):
+        for level in ('O2', 'O5'):
+            training = Training('1 block of width 16', tiny_transformer, (8, 4, 16), 'AdamW')
+            rank = Rank(training, level, device, sharded)
+            before = rank.loss().item()
+            for _ in range(5):
+                rank.step()
+            after = rank.loss().item()
+            assert after < before, (level, sharded, before, after)
+            way = 'FSDP2' if sharded else 'DDP'
+            lines.append(f'{dist.get_backend()}, one rank, {way}, {level}: trains, loss {before:.4f} to {after:.4f}')
+    return lines
 
 
-def page(result: dict[str, Any], processes: int, backend: str, command: str, load: tuple[float, float]) -> str:
-    """The result as a page."""
-    cpu = backend == 'gloo'
-    norms = {one['model']: (one['parameters'], one['norms']) for one in result['counts']}
-    models = '; '.join(f'{name}: {all_:,}, of BatchNorm {kept:,}' for name, (all_, kept) in norms.items())
-    versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
-    devices = f'{os.cpu_count()} cores' if cpu else f'{processes} x {torch.cuda.get_device_name(0)}'
-    stock = (
-        "mmengine's own `AmpOptimWrapper` refuses a CPU; what stands for it here is `OptimWrapper` with `torch.autocast` and "
-        "`torch.amp.GradScaler('cpu')`, which are its parts."
-        if cpu
-        else "Stock AMP is mmengine's own `AmpOptimWrapper`."
-    )
-    lines = [
-        '# Gradient exchange with DDP: bytes and time',
-        '',
-        f'`{command}`: {processes} processes, {backend}, one thread each, {datetime.date.today()}, {devices} '
-        f'({platform.machine()}), Python {platform.python_version()}, {versions}. Load of the machine '
-        f'just before: {load[0]:.2f}; at the end, these processes included: {load[1]:.2f}.',
-        '',
-        f'Plain DDP is `MMDistributedDataParallel` with `OptimWrapper` in FP32. {stock}',
-        '',
-        '## Bytes that a rank hands to the all-reduce in one optimizer step',
-        '',
-        'A communication hook adds up the buckets of DDP (`numel() * element_size()`), then averages as DDP does by itself. '
-        'It is there only here: the times further down come from new models without it. The numbers were the same in two '
-        "steps and on every rank, equal to the bytes of the parameters, and the ranks' weights agreed after "
-        'steps none of which was skipped. '
-        '"4 passes" is `accumulative_counts=4`: three backward passes under `no_sync`, one that exchanges. '
-        'The last column compares it with four steps of O0 of one pass each.',
-        '',
-        f'Parameters: {models}.',
-        '',
-        *bytes_table(result['counts']),
-        '',
-        '## Memory of gradients and buckets, bytes for each parameter',
-        '',
-        "Storages of the model's gradients, the masters' gradients and DDP's buckets, each counted once, after the last "
-        'backward pass and after the step, before they are cleared. "views" is `gradient_as_bucket_view=True`.',
-        '',
-        *memory_table(result['counts']),
-        '',
-        '## The exchange alone',
-        '',
-        'All-reduces of the buckets counted above (those of O0 and O3), started together and awaited; the types take turns. '
-        'Median and quartiles; the ratio is taken round by round.',
-        '',
-        *exchange_table(result['exchanges']),
-        '',
-        '## Whole optimizer steps',
-        '',
-        'Forward, backward with the exchange, optimizer step; the variants of a block take turns, and the slowest rank counts. '
-        'ResNet with SGD and momentum, the transformer with AdamW. Median and quartiles; the ratio to O0 is taken round by '
-        'round, within its block.',
-    ]
-    if cpu:
-        lines += [
-            'float16 layers have no fast path on a CPU (see the ratios), so the float16 blocks have few '
-            'rounds, and their times say nothing about a GPU. O4 and O5 are the levels for a CPU.',
-        ]
-    lines += [
-        '',
-        *step_table(result['times']),
-        '',
-        skipped_line(result),
-        'The loss scale starts at 8 for stock AMP, O1 and O2, so that no step is skipped; it costs the same at any value.',
-        '',
-        '## Not measured',
-        '',
-    ]
-    if cpu:
-        lines += [
-            '- nccl and GPUs: none at hand. The bytes do not depend on the backend; the times do, entirely.',
-            "- mmengine's own `AmpOptimWrapper` itself (see above).",
-            '- A network: all processes share one machine, and gloo goes through its loopback and memory. Cores that compute '
-            'also do the exchange.',
-        ]
-    else:
-        lines += ['- Several machines.']
-    return '\n'.join([*lines, ''])
+def run(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """Join the group, measure, leave the group; rank 0 writes ``result.json``."""
+    torch.set_num_threads(1)
+    backend = 'nccl' if args.device == 'cuda' else 'gloo'
+    if args.device == 'cuda':
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=args.processes)
+    try:
+        found = train_alone(args.device) if args.processes == 1 else measure(_trainings(args.quick), args)
+        if rank == 0:
+            Path(folder, 'result.json').write_text(json.dumps(found), encoding='utf-8')
+        dist.barrier()
+    finally:
+        # models that outlive the group leave threads of gloo behind
+        gc.collect()
+        dist.destroy_process_group()
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--processes', type=int, default=2, help='ranks (default: 2)')
-    parser.add_argument('--backend', choices=('auto', 'gloo', 'nccl'), default='auto')
-    parser.add_argument('--quick', action='store_true', help='small models and few rounds: does it run?')
-    parser.add_argument('--report', type=Path, metavar='FILE', help='write the tables there, too')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there')
-    parser.add_argument('--timeout', type=float, default=1800, help='seconds until the ranks are stopped')
-    args = parser.parse_args()
-    if args.processes < 2:
-        parser.error('--processes must be at least 2: one alone exchanges nothing')
-    backend = choose_backend(args.backend, args.processes)
-    before = os.getloadavg()[0]
-    result = launch(args.processes, backend, 'quick' if args.quick else 'full', args.timeout)
-    if args.json is not None:
-        # first: whatever the tables meet, the numbers of a long run are kept
-        args.json.write_text(json.dumps(result))
-    command = ' '.join(['python -m benchmarks.distributed', *sys.argv[1:]])
-    text = page(result, args.processes, backend, command, (before, os.getloadavg()[0]))
-    print(text)
-    if args.report is not None:
-        args.report.write_text(text)
+def _trainings(quick: bool) -> Sequence[Training]:
+    if quick:
+        return [Training('small ResNet', small_resnet, (4, 3, 32, 32), 'SGD')]
+    images = Training('ResNet-50', resnet50, (4, 3, 64, 64), 'SGD')
+    return [images, Training('4 transformer blocks of width 256', small_transformer, (8, 16, 256), 'AdamW')]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Start the ranks, and print the page."""
+    parser = options(__doc__, 20)
+    parser.add_argument('--processes', type=int, default=2, help='ranks (2); on GPUs each has its own')
+    args = parse(parser, words)
+    if args.device == 'cuda' and torch.cuda.device_count() < args.processes:
+        parser.error(
+            f'--processes {args.processes}: torch sees {torch.cuda.device_count()} GPU(s), and each rank needs one'
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (args, folder), nprocs=args.processes)
+        found = json.loads(Path(folder, 'result.json').read_text(encoding='utf-8'))
+    if args.processes == 1:
+        print('\n'.join(found))
+        return
+    heads = ('model', 'level', 'float32', 'float16', 'bfloat16', 'to O0', 'buckets', 'bytes held per parameter')
+    publish(args, 'distributed', 'Exchange of gradients in DDP', [
+        f'{args.processes} processes. Medians of the slowest rank; ratios are medians of the ratios round by round.',
+        '', '## Bytes that a rank hands to the all-reduce in one optimizer step', '',
+        'Held are gradients and buckets after the backward pass, memory that they share once.', *table(heads, found['bytes']),
+        '## The exchange alone', *table(('gradients of', 'type', 'ms', 'to float32'), found['exchange']),
+        '## Whole steps', *table(('model', 'level', 'ms', 'to O0'), found['steps']),
+    ])  # fmt: skip
 
 
 if __name__ == '__main__':

@@ -1,363 +1,405 @@
-"""The optimizer step, side by side: ``python -m benchmarks.step [--models resnet50 swin_t] [--write] [--device cuda]``.
+"""Compares optimizer steps: ``python -m benchmarks.step [--models ResNet-50] [--dtype bfloat16] [--device cuda]``.
 
-Everything between the end of backward and updated weights: unscaling, overflow check, clipping, update, model copy, loss scale.
-Every way begins with fresh gradients of a backward pass, on the parameters of a model, by turns in one run: this
-package with its own and with torch's optimizers, mmengine's stock wrapper, torch.amp, sequences of torch operations that mean
-the same as O2, and the fused optimizers of apex and TransformerEngine where they are installed.
-
-``--end-to-end`` times whole training steps in their place, on a GPU. ``--beside-torch`` times ``FusedAdamW``, without a
-compiled library and with it, beside torch's own AdamW at the same level.
+Timed is everything between the end of the backward pass and updated weights: unscaling, overflow check, clipping, update, copy
+into the model, loss scale. Before each step, a backward pass brings every parameter a new gradient. This package, with its own
+optimizers and torch's, stands beside ``torch.amp`` and beside torch operations that mean the same as O2.
+A second table has ``FusedAdamW`` beside torch's fastest AdamW at the same level, without a compiled library and with it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import dataclasses
 import functools
-import gc
 import os
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 
+from amp_wrapper import ops
 from amp_wrapper.ops import loader
 
-from . import pages
-from .ops import RESULTS, Shapes, resnet50
-from .step_counting import allocations, counts_of, launches
-from .step_models import MODELS, elements, shrunk
-from .step_page import Block, Row, draw, page, table
-from .step_ways import Case, Ours, Step, Unavailable, Way, noise, our_optimizer, torch_optimizer, ways
+from .counting import allocations, counts_of, launches
+from .loops import TorchAmp, make_optimizer, wrap
+from .machine import in_turns, median, options, parse, publish, ratio, say, table
+from .models import resnet50, tiny_transformer, vit
 
-#: Elements of the list that is counted: as many tensors as in the model, with the same shares.
-COUNTED = 2**20
-#: Elements of a tensor whose copy tells the bandwidth.
-COPIED = {'cpu': 2**25, 'cuda': 2**28}
-#: What ``--beside-torch`` steps; on tiny tensors, the time is that of the host.
-BESIDE_TORCH: dict[str, Shapes] = {
-    '100 small tensors': [(1000,)] * 100,
-    '1,000 small tensors': [(1000,)] * 1000,
-    '200 tiny tensors': [(4, 4)] * 200,
-    'ResNet-50, 25.6 million': resnet50(),
-}
+Shapes = Sequence[tuple[int, ...]]
+MODELS = {'ResNet-50': resnet50, 'ViT-B': vit, 'tiny': tiny_transformer}
 DTYPES = {'float16': torch.float16, 'bfloat16': torch.bfloat16}
+#: Small, so that clipping always has something to do.
+MAX_NORM = 1e-4
+#: Of the loss in float16; bfloat16 needs none.
+SCALE = 2.0**16
+HEADS = ('way', 'ms', 'time to the first', 'bytes moved per parameter', 'host microseconds', 'operations', 'host reads')
+GROUPS = ('16-bit weights with FP32 masters', 'FP32 weights, scaled gradients', 'FP32 training')
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What all ways of a table have in common.
+
+    Attributes:
+        optimizer: 'AdamW' or 'SGD' (with momentum).
+        clip: Whether the global norm is clipped.
+        dtype: Of the 16-bit weights.
+        device: 'cpu' or 'cuda'.
+    """
+
+    optimizer: str
+    clip: bool
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def max_norm(self) -> float | None:
+        """Limit of the global norm."""
+        return MAX_NORM if self.clip else None
+
+    @property
+    def scale(self) -> float:
+        """Scale of the loss."""
+        return SCALE if self.dtype is torch.float16 else 1.0
 
 
-def wait(device: torch.device) -> None:
-    """Until the GPU is idle."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+# -- ways to take a step -----------------------------------------------------------------------------------------------
 
 
-def tidy(device: torch.device) -> None:
-    """Give freed memory back, so that the next way finds it."""
-    gc.collect()
-    if device.type == 'cuda':
-        torch.cuda.empty_cache()
-    elif hasattr(libc := ctypes.CDLL(None), 'malloc_trim'):
-        libc.malloc_trim(0)
+@functools.cache
+def noise(device: str) -> Tensor:
+    """Return what weights and gradients are filled with."""
+    return torch.randn(2**20, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """What can still be allocated."""
-    if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path('/proc/meminfo').read_text(encoding='utf-8').splitlines()
-    except OSError:
-        return sys.maxsize
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable')), sys.maxsize)
+def filled(like: Tensor) -> Tensor:
+    """Return a new tensor of the same shape and type with normal numbers, drawn once and repeated."""
+    made = torch.empty_like(like, requires_grad=False)
+    numbers = noise(made.device.type)
+    for part in made.view(-1).split(len(numbers)):
+        part.copy_(numbers[: len(part)])
+    return made
 
 
-def start(way: Way, case: Case, shapes: Shapes) -> Step:
-    """Built, with the state that the first step makes, and new gradients."""
-    step = way.build(case, shapes)
-    once(step, case.device)
+class GradientSource(torch.autograd.Function):
+    """A loss whose backward pass brings every weight a new gradient, as that of a model does."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        """Return zero."""
+        ctx.weights = weights
+        return torch.zeros((), device=weights[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        """Return the gradients."""
+        return tuple(map(filled, ctx.weights))
+
+
+class Owner(nn.Module):
+    """A module of nothing but parameters."""
+
+    def __init__(self, shapes: Shapes, device: str) -> None:
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            self.register_parameter(f'p{index}', nn.Parameter(filled(torch.empty(shape, device=device)).mul_(0.02)))
+
+    def forward(self) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = GradientSource.apply(*self.parameters())
+        return loss
+
+
+class Step:
+    """One way, built: :meth:`run` is timed.
+
+    Args:
+        case: What to build.
+        shapes: Of the parameters.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, case: Case, shapes: Shapes) -> None:
+        self.case, self.model = case, Owner(shapes, case.device)
+
+    def prepare(self) -> None:
+        """Bring new gradients."""
+        self.model.zero_grad()
+        self.model().backward()
+
+    def run(self) -> None:
+        """Update the weights."""
+        raise NotImplementedError
+
+    def host_counts(self) -> list[int]:
+        """Return addresses of the step counts that torch keeps on the host, so that reading them waits for nothing."""
+        counts = [state.get('step') for state in self.optimizer.state.values()]
+        if type(self.optimizer).__module__.startswith('amp_wrapper'):
+            return []
+        return [count.data_ptr() for count in counts if isinstance(count, Tensor) and count.device.type == 'cpu']
+
+
+class Wrapped(Step):
+    """A step through a wrapper.
+
+    Args:
+        case: What to build.
+        shapes: Of the parameters.
+        level: Of this package, or '' for ``torch.amp``.
+        optimizer: Makes the optimizer.
+        **words: Options of the level.
+    """
+
+    def __init__(
+        self, case: Case, shapes: Shapes, level: str, optimizer: Callable[..., Optimizer], **words: Any
+    ) -> None:
+        super().__init__(case, shapes)
+        self.optimizer = optimizer(self.model.parameters())
+        self.wrapper: Any
+        if level:
+            self.wrapper = wrap(self.optimizer, self.model, level, case.max_norm, **words)
+        else:
+            self.wrapper = TorchAmp(self.optimizer, torch.float16 if case.scale > 1 else None, case.max_norm)
+
+    def prepare(self) -> None:
+        self.wrapper.zero_grad()
+        self.wrapper.backward(self.model())
+
+    def run(self) -> None:
+        self.wrapper.step()
+
+
+class Plain(Step):
+    """An optimizer alone, on FP32."""
+
+    def __init__(self, case: Case, shapes: Shapes, optimizer: Callable[..., Optimizer]) -> None:
+        super().__init__(case, shapes)
+        self.optimizer = optimizer(self.model.parameters())
+
+    def run(self) -> None:
+        if self.case.clip:
+            clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+
+
+class TorchOps(Step):
+    """The meaning of O2 by torch's foreach operations and torch's fused optimizer, without a host read.
+
+    Args:
+        case: What to build.
+        shapes: Of the parameters.
+        folded: Whether the fused optimizer divides by scale and clip coefficient; otherwise one operation unscales, one clips.
+    """
+
+    def __init__(self, case: Case, shapes: Shapes, folded: bool) -> None:
+        super().__init__(case, shapes)
+        self.folded = folded
+        self.masters = [nn.Parameter(weight.detach()) for weight in self.model.parameters()]
+        for weight, master in zip(self.model.parameters(), self.masters):
+            weight.data = master.data.to(case.dtype)
+            master.grad = torch.empty_like(master)
+        self.optimizer = make_optimizer(case.optimizer, self.masters, fused=True)
+        self.scale = torch.full((), case.scale, device=case.device)
+        self.growth = torch.zeros((), dtype=torch.int32, device=case.device)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        weights = list(self.model.parameters())
+        gradients = [master.grad for master in self.masters]
+        found = torch.zeros((), device=self.case.device)
+        inverse, divisor = self.scale.reciprocal(), self.scale
+        torch._foreach_copy_(gradients, [weight.grad for weight in weights])
+        if self.folded:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            found = (~norm.isfinite()).float()
+            if self.case.clip:
+                divisor = self.scale / _coefficient(norm * inverse)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            if self.case.clip:
+                torch._foreach_mul_(gradients, _coefficient(torch.nn.utils.get_total_norm(gradients)))
+        self.optimizer.grad_scale = divisor if self.folded else None
+        self.optimizer.found_inf = found
+        self.optimizer.step()
+        torch._foreach_copy_(weights, self.masters)
+        if self.case.scale > 1:
+            torch._amp_update_scale_(self.scale, self.growth, found, 2.0, 0.5, 2000)
+
+
+def _coefficient(norm: Tensor) -> Tensor:
+    return (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+
+
+def ways(case: Case) -> dict[str, dict[str, Callable[[Shapes], Step]]]:
+    """Return what builds each way, by group and name; the first of each group is this package with its own optimizer."""
+    half, full = ('O2', 'O1') if case.dtype is torch.float16 else ('O5', 'O4')
+    ours = functools.partial(make_optimizer, f'Fused{case.optimizer}')
+    fused = functools.partial(make_optimizer, case.optimizer, fused=True)
+    foreach = functools.partial(make_optimizer, case.optimizer, foreach=True)
+
+    def wrapped(level: str, optimizer: Callable[..., Optimizer], **words: Any) -> Callable[[Shapes], Step]:
+        return functools.partial(Wrapped, case, level=level, optimizer=optimizer, **words)
+
+    compiled: dict[str, Callable[[Shapes], Step]] = {}
+    if ops.serves(case.device):
+        small = functools.partial(ours, state_dtype='bfloat16')
+        compiled[f'this package, {half}, fused, split masters'] = wrapped(half, ours, master_weights='split')
+        compiled[f'this package, {half}, fused, 16-bit moments'] = wrapped(half, small)
+    groups: Sequence[dict[str, Callable[[Shapes], Step]]] = (
+        {
+            f'this package, {half}, fused': wrapped(half, ours),
+            **compiled,
+            f'this package, {half}, torch fused': wrapped(half, fused),
+            'torch ops, unscale': functools.partial(TorchOps, case, folded=False),
+            'torch ops, folded': functools.partial(TorchOps, case, folded=True),
+        },
+        {
+            f'this package, {full}, fused': wrapped(full, ours),
+            f'this package, {full}, torch fused': wrapped(full, fused),
+            'torch.amp, fused': wrapped('', fused),
+            'torch.amp, foreach': wrapped('', foreach),
+        },
+        {
+            'this package, optimizer alone': functools.partial(Plain, case, optimizer=ours),
+            'torch fused': functools.partial(Plain, case, optimizer=fused),
+            'torch foreach': functools.partial(Plain, case, optimizer=foreach),
+        },
+    )
+    return dict(zip(GROUPS, groups))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def start(build: Callable[[Shapes], Step], shapes: Shapes) -> Step:
+    """Build a step, with the state that the first one makes, and new gradients."""
+    step = build(shapes)
+    step.prepare()
+    step.run()
     step.prepare()
     return step
 
 
-def once(step: Step, device: torch.device, prepared: bool = False) -> tuple[float, float]:
-    """Seconds of one step, and until its call returned."""
-    if not prepared:
+def time_steps(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
+    """Return the seconds of each step in each round, with new gradients before each."""
+
+    def prepare(name: str) -> None:
+        steps[name].prepare()
+
+    return in_turns({name: step.run for name, step in steps.items()}, rounds, device, prepare)
+
+
+def measure(builds: dict[str, Callable[[Shapes], Step]], shapes: Shapes, rounds: int, device: str) -> list[list[str]]:
+    """Return the rows of a group: the first way is what the others are compared with."""
+    steps: dict[str, Step] = {}
+    held: dict[str, tuple[int, int]] = {}
+    for name, build in builds.items():
+        resident, _ = allocations(functools.partial(_keep, steps, name, build, shapes), device)
+        held[name] = (resident, resident + allocations(steps[name].run, device)[1])
+    times = time_steps(steps, rounds, device)
+    # nearly nothing is computed there, so the time is that of calls and checks on the host
+    hosts = time_steps({name: start(build, [(1,)] * len(shapes)) for name, build in builds.items()}, rounds, device)
+    base, count = times[next(iter(builds))], sum(map(_size, shapes))
+    rows = []
+    for name, step in steps.items():
         step.prepare()
-    wait(device)
-    begin = time.perf_counter()
-    step.run()
-    returned = time.perf_counter()
-    wait(device)
-    end = time.perf_counter()
-    step.finish()
-    return end - begin, returned - begin
+        counts = counts_of(step.run, step.host_counts())
+        step.prepare()
+        row = [name, median(times[name]), ratio(times[name], base), f'{counts.bytes / count:.1f}']
+        row += [median(hosts[name], 1e-6), str(counts.operations), str(counts.reads)]
+        row += [f'{part / count:.1f}' for part in held[name]]
+        rows.append(row + ([str(launches(step.run))] if device == 'cuda' else []))
+    return rows
 
 
-def started(way: Way, case: Case, shapes: Shapes) -> tuple[Step, float, float, float]:
-    """Built, and the bytes for each parameter: resident with gradients, at the peak of a step, and at any moment so far."""
-    built: list[Step] = []
-    tidy(case.device)
-    resident, most = allocations(lambda: built.append(start(way, case, shapes)), case.device)
-    _, extra = allocations(built[0].run, case.device)
-    built[0].finish()
-    count = elements(shapes)
-    peak = resident + extra
-    return built[0], resident / count, peak / count, max(most, peak) / count
+def _keep(steps: dict[str, Step], name: str, build: Callable[[Shapes], Step], shapes: Shapes) -> None:
+    steps[name] = start(build, shapes)
 
 
-def examine(way: Way, case: Case, shapes: Shapes) -> Row:
-    """Everything about a way but its times, from small lists with as many tensors."""
-    row = Row(way)
-    try:
-        _examine(row, case, shapes)
-    except Unavailable as error:
-        row.reason = str(error)
-    except Exception as error:
-        if not way.foreign:
-            raise
-        row.reason = f'{type(error).__name__}: {error}'
-    return row
+def _size(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
 
 
-def _examine(row: Row, case: Case, shapes: Shapes) -> None:
-    small = shrunk(shapes, COUNTED)
-    row.counted = elements(small)
-    step, *row.estimate = started(row.way, case, small)
-    step.prepare()
-    row.counts = counts_of(step.run, [tensor.data_ptr() for tensor in step.host_tensors()])
-    step.finish()
-    if case.device.type == 'cpu':
-        # nearly nothing is computed there, so the time is that of calls and checks
-        step = start(row.way, case, [(1,)] * len(shapes))
-        once(step, case.device, True)
-        row.hosts = [once(step, case.device)[1] for _ in range(20)]
-
-
-def measure(model: str, case: Case, threads: int, rounds: int) -> Block:
-    """One table: every way that fits into memory, by turns."""
-    if case.device.type == 'cpu':
-        torch.set_num_threads(threads)
-    shapes = MODELS[model]()
-    # made at the first use, and no part of any way
-    noise(case.device)
-    block = Block(model, case, threads, [examine(way, case, shapes) for way in ways(case)])
-    count = block.parameters
-    tidy(case.device)
-    free = free_bytes(case.device)
-    for row in block.rows:
-        # building takes more than a step does, and a CPU's allocator keeps much of what is freed meanwhile
-        need = row.estimate[2] * count
-        if not row.reason and need > (0.6 if case.device.type == 'cpu' else 0.95) * free:
-            row.reason = f'needs {need / 1e9:.1f} GB and room to build them, and {free / 1e9:.1f} GB are free'
-    chosen = [row for row in block.rows if not row.reason]
-    together = sum(row.estimate[0] for row in chosen) + max((row.estimate[1] for row in chosen), default=0.0)
-    block.kept = together * count < 0.75 * free
-    size = max(2**20, min(COPIED[case.device.type], count))
-    kept: dict[str, Step] = {}
-    repeats = 1 if block.kept else 3
-    for turn in range(rounds if block.kept else -(-rounds // repeats)):
-        block.copies.append(copy_bandwidth(size, case.device))
-        for row in chosen:
-            if turn == 0:
-                step, row.resident, row.peak, _ = started(row.way, case, shapes)
-                if case.device.type == 'cuda':
-                    step.prepare()
-                    row.launched = launches(step.run)
-                    step.finish()
-            elif block.kept:
-                step = kept[row.way.name, row.way.group]
-            else:
-                step = row.way.build(case, shapes)
-                once(step, case.device)
-            pairs = [once(step, case.device) for _ in range(repeats)]
-            row.times.append(statistics.median(taken for taken, _ in pairs))
-            if case.device.type == 'cuda':
-                row.hosts.append(statistics.median(returned for _, returned in pairs))
-            if block.kept:
-                kept[row.way.name, row.way.group] = step
-            else:
-                del step
-                tidy(case.device)
-    return block
-
-
-def copy_bandwidth(size: int, device: torch.device) -> float:
-    """Bytes that a copy of float32 reads and writes per second: the best of three."""
-    source = torch.ones(size, device=device)
-    target = torch.zeros_like(source)
-    times = []
-    for _ in range(3):
-        wait(device)
-        begin = time.perf_counter()
-        target.copy_(source)
-        wait(device)
-        times.append(time.perf_counter() - begin)
-    return 8 * size / min(times)
-
-
-# -- beside torch's AdamW ----------------------------------------------------------------------------------------------
-
-
-class Halves(Ours):
-    """A step of this package in which every other parameter has a gradient, the same ones each time."""
-
-    _turn = 0
-
-    def prepare(self) -> None:
-        super().prepare()
-        for weight in list(self.model.parameters())[self._turn % 2 :: 2]:
-            weight.grad = None
-
-
-class Alternating(Halves):
-    """The same, by turns."""
-
-    def prepare(self) -> None:
-        self._turn += 1
-        super().prepare()
+def shapes_of(model: str) -> Shapes:
+    """Return the shapes of the parameters of a model of :data:`MODELS`."""
+    with torch.device('meta'):
+        return [tuple(parameter.shape) for parameter in MODELS[model]().parameters()]
 
 
 @contextmanager
 def ops_from(setting: str) -> Iterator[None]:
-    """Let a value of ``AMP_WRAPPER_OPS`` say what serves the ops: 'torch' for no library."""
+    """Let a value of ``AMP_WRAPPER_OPS`` choose what serves the ops: 'torch' for no library."""
     with mock.patch.dict(os.environ, AMP_WRAPPER_OPS=setting):
         loader.library.cache_clear()
-        # not in the time of a step
         loader.library()
         yield
     loader.library.cache_clear()
 
 
-def beside_torch(shapes: Shapes, level: str, device: torch.device, rounds: int) -> list[str]:
-    """Measure a row in the present setting: milliseconds of torch's fastest AdamW, ours to it, and changing to steady sets."""
-    case, levels = Case('AdamW', False, torch.float16, device), (level, level)
-
-    def build(name: str) -> Step:
-        # who steps, or which gradients there are
-        if name in ('fused', 'foreach'):
-            return Ours(case, shapes, levels, functools.partial(torch_optimizer, **{name: True}), {})
-        kind = {'ours': Ours, 'steady': Halves, 'changing': Alternating}[name]
-        return kind(case, shapes, levels, our_optimizer, {})
-
-    times: dict[str, list[float]] = {name: [] for name in ('ours', 'steady', 'changing', 'fused', 'foreach')}
-    # what is built first lies elsewhere in memory, and what runs after another step finds other memory in the caches
-    for built in (list(times), list(times)[::-1]):
-        # those before are freed first
-        steps: dict[str, Step] = {}
-        steps |= {name: build(name) for name in built}
-        for turn in range(3 + (rounds + 1) // 2):
-            for name, step in sorted(steps.items(), reverse=bool(turn % 2)):
-                taken, _ = once(step, device)
-                # the first ones make state
-                times[name] += [taken] if turn >= 3 else []
-    best = min(times['fused'], times['foreach'], key=statistics.median)
-    pairs = (times['ours'], best), (times['changing'], times['steady'])
-    ratios = [statistics.median(a / b for a, b in zip(*pair)) for pair in pairs]
-    return [f'{statistics.median(best) * 1e3:.3f}', *(f'{ratio:.2f}' for ratio in ratios)]
-
-
-def beside_torch_table(device: torch.device, threads: int, rounds: int) -> str:
-    """Measure all rows of ``--beside-torch``."""
-    torch.set_num_threads(threads)
-    rows = []
-    for title, shapes in BESIDE_TORCH.items():
+def beside_torch(lists: dict[str, Shapes], rounds: int, device: str) -> list[list[str]]:
+    """Return rows that compare ``FusedAdamW`` with torch's faster AdamW at one level, without a library and with it."""
+    case, rows = Case('AdamW', False, torch.float16, device), []
+    optimizers = {
+        'ours': functools.partial(make_optimizer, 'FusedAdamW'),
+        'fused': functools.partial(make_optimizer, 'AdamW', fused=True),
+        'foreach': functools.partial(make_optimizer, 'AdamW', foreach=True),
+    }
+    libraries = {'none': 'torch', **({'compiled': ''} if ops.serves(device) else {})}
+    for title, shapes in lists.items():
         for level in ('O0', 'O2', 'O5'):
-            many = rounds if elements(shapes) > 1e7 else 10 * rounds
-            for setting, library in (('torch', 'none'), ('', 'compiled')):
+            for library, setting in libraries.items():
                 with ops_from(setting):
-                    rows.append([title, level, library, *beside_torch(shapes, level, device, many)])
-                print('  '.join(rows[-1]), file=sys.stderr, flush=True)
-                tidy(device)
-    heads = ['parameters', 'level', 'library', "torch's AdamW, ms", 'ours to it', 'changing to steady']
-    return '\n'.join(pages.table(heads, rows))
+                    steps: dict[str, Step] = {}
+                    for name, optimizer in optimizers.items():
+                        steps[name] = start(functools.partial(Wrapped, case, level=level, optimizer=optimizer), shapes)
+                    times = time_steps(steps, rounds, device)
+                best = min(times['fused'], times['foreach'], key=statistics.median)
+                rows.append([title, level, library, median(best), ratio(times['ours'], best)])
+                say(' | '.join(rows[-1]))
+    return rows
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def write(blocks: Sequence[Block], path: Path | None, command: str, rounds: int) -> str:
-    """The page, with its plot beside it where it is written."""
-    if path is None:
-        return page(blocks, command, None, rounds)
-    plot = path.with_suffix('.svg')
-    if any(row.times for block in blocks for row in block.rows):
-        draw(blocks, plot)
-    text = page(blocks, command, plot.name, rounds)
-    path.write_text(text, encoding='utf-8')
-    return text
-
-
-def main(words: Sequence[str] | None = None, say: Callable[[str], object] = print) -> None:
-    """Print the tables; write them with ``--write``."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--models', nargs='+', choices=list(MODELS), default=['resnet50', 'swin_t', 'vit_b16'])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what this benchmark asks for."""
+    parser.add_argument('--models', nargs='+', choices=list(MODELS), default=['ResNet-50'])
     parser.add_argument('--optimizers', nargs='+', choices=('AdamW', 'SGD'), default=['AdamW', 'SGD'])
-    parser.add_argument('--clip', nargs='+', choices=('on', 'off'), default=['on', 'off'])
-    parser.add_argument('--dtype', nargs='+', choices=list(DTYPES), default=['float16'])
-    parser.add_argument('--threads', type=int, nargs='+', default=[1, 2], help='of torch, on a CPU')
-    parser.add_argument('--device', default='cpu')
-    parser.add_argument('--rounds', type=int, default=9)
-    parser.add_argument(
-        '--write',
-        nargs='?',
-        type=Path,
-        const=Path(),
-        metavar='FILE',
-        help='to FILE, or benchmarks/results/step_<device>.md',
-    )
-    parser.add_argument('--end-to-end', action='store_true', help='whole training steps, on a GPU')
-    parser.add_argument('--beside-torch', action='store_true', help="FusedAdamW beside torch's AdamW, printed only")
-    args = parser.parse_args(words)
-    if torch.device(args.device).type == 'cuda' and not torch.cuda.is_available():
-        parser.error('--device cuda: torch sees no GPU.')
-    # with its number, as tensors have it
-    device = torch.empty(0, device=args.device).device
-    if args.beside_torch:
-        say(beside_torch_table(device, args.threads[0], args.rounds))
-        return
-    command = ' '.join(['python -m benchmarks.step', *(sys.argv[1:] if words is None else words)])
-    path = args.write
-    if path == Path():
-        path = RESULTS / f'step_{"training" if args.end_to_end else device.type}.md'
-    if args.end_to_end:
-        if device.type != 'cuda':
-            parser.error(
-                '--end-to-end needs a GPU: on a CPU, 16-bit layers say nothing about training. Add --device cuda.'
-            )
-        from .step_training import report
+    parser.add_argument('--dtype', choices=list(DTYPES), default='float16')
+    parser.add_argument('--no-clip', action='store_true', help='do not clip the global norm')
 
-        text = report(device, args.rounds, command)
-        if path is not None:
-            path.write_text(text, encoding='utf-8')
-        say(text)
-        return
-    blocks: list[Block] = []
-    text = ''
-    # what was imported is there to stay: without this, each collection would look at all of it
-    gc.collect()
-    gc.freeze()
-    try:
-        for model in args.models:
-            for optimizer in args.optimizers:
-                for clip in args.clip:
-                    for dtype in args.dtype:
-                        for threads in args.threads if device.type == 'cpu' else args.threads[:1]:
-                            case = Case(optimizer, clip == 'on', DTYPES[dtype], device)
-                            blocks.append(measure(model, case, threads, args.rounds))
-                            print('\n'.join(table(blocks[-1])), file=sys.stderr, flush=True)
-                            # whatever happens later, what is done is kept
-                            text = write(blocks, path, command, args.rounds)
-                            tidy(device)
-    finally:
-        gc.unfreeze()
-    say(text)
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, and print the page."""
+    parser = options(__doc__, 9)
+    add_options(parser)
+    args = parse(parser, words)
+    lines = [
+        'Medians; ratios are medians of the ratios round by round, with their quartiles. Bytes moved are those that the '
+        'operations cannot avoid. Host time is that of as many tensors of one element. Memory in bytes per parameter.'
+    ]
+    heads = [*HEADS, 'bytes held', 'at the peak', *(['launches'] if args.device == 'cuda' else [])]
+    # made before memory is counted: it is no part of any way
+    noise(args.device)
+    for model in ['tiny'] if args.quick else args.models:
+        for optimizer in args.optimizers:
+            case = Case(optimizer, not args.no_clip, DTYPES[args.dtype], args.device)
+            for group, builds in ways(case).items():
+                say(f'{model}, {optimizer}, {group}')
+                rows = measure(builds, shapes_of(model), args.rounds, args.device)
+                lines += ['', f'## {model}, {optimizer}, {args.dtype}: {group}', *table(heads, rows)]
+    lists: dict[str, Shapes] = {'200 tiny tensors': [(4, 4)] * 200}
+    if not args.quick:
+        lists |= {'1,000 small tensors': [(1000,)] * 1000, 'ResNet-50': shapes_of('ResNet-50')}
+    rows = beside_torch(lists, args.rounds, args.device)
+    heads = ['parameters', 'level', 'library', "torch's AdamW, ms", 'ours to it']
+    lines += ["## FusedAdamW beside torch's faster AdamW", *table(heads, rows)]
+    publish(args, 'step', 'The optimizer step', lines)
 
 
 if __name__ == '__main__':

@@ -1,16 +1,14 @@
-"""Image classification for the example configs: small networks, ResNet-50, three data sets, accuracy."""
+"""Image classification for the example configs: small networks, the digits, accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import mmcv
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmcv.cnn import ConvModule, ResNet
+from mmcv.cnn import ConvModule
 from mmcv.transforms import BaseTransform, Compose
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseDataPreprocessor, BaseModel, BaseModule
@@ -52,38 +50,15 @@ class ConvNet(BaseModule):
 
     def __init__(self, in_channels: int, channels: Sequence[int], init_cfg: Any = None) -> None:
         super().__init__(init_cfg)
-        layers = []
-        for index, width in enumerate(channels):
-            layers.append(
-                ConvModule(in_channels, width, 3, stride=1 if index == 0 else 2, padding=1, norm_cfg=dict(type='BN'))
-            )
-            in_channels = width
+        pairs = zip([in_channels, *channels], channels)
+        layers = [
+            ConvModule(*pair, 3, 2 if index else 1, 1, norm_cfg=dict(type='BN')) for index, pair in enumerate(pairs)
+        ]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, channels[-1], h, w)."""
+        """Map (N, C, H, W) to (N, channels[-1], h, w)."""
         return self.layers(inputs)
-
-
-@MODELS.register_module()
-class ResNet50(BaseModule):
-    """mmcv's ResNet-50.
-
-    Args:
-        small_images: A 3 x 3 stem without pooling, for images of about 32 pixels.
-        init_cfg: mmengine's initialisation config.
-    """
-
-    def __init__(self, small_images: bool = False, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg)
-        self.net = ResNet(50, out_indices=(3,), bn_eval=False)
-        if small_images:
-            self.net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-            self.net.maxpool = nn.Identity()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(N, 3, H, W) to (N, 2048, h, w)."""
-        return self.net(inputs)
 
 
 class TransformerLayer(nn.Module):
@@ -103,7 +78,7 @@ class TransformerLayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, tokens, width) to the same."""
+        """Map (N, tokens, width) to the same."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + F.dropout(self.out(mixed), self.dropout, self.training)
@@ -143,7 +118,7 @@ class PatchTransformer(BaseModule):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(N, C, size, size) to (N, width, size / patch, size / patch)."""
+        """Map (N, C, size, size) to (N, width, size / patch, size / patch)."""
         image = self.patches(inputs)
         tokens = image.flatten(2).transpose(1, 2) + self.places
         for layer in self.layers:
@@ -171,7 +146,7 @@ class ImageClassifier(BaseModel):
         self.fc = nn.Linear(in_channels, num_classes)
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
-        """Logits (N, num_classes), a loss dict ('loss'), or a list of results ('predict')."""
+        """Return logits (N, num_classes), a loss dict ('loss'), or a list of results ('predict')."""
         logits = self.fc(self.backbone(inputs).mean((2, 3)))
         if mode == 'loss':
             return dict(loss=F.cross_entropy(logits, labels))
@@ -180,128 +155,33 @@ class ImageClassifier(BaseModel):
         return logits
 
 
-class _Images(Dataset):
-    """Images with labels, run through a pipeline of mmcv transforms.
-
-    Args:
-        classes: Names of the classes.
-        pipeline: Configs of the transforms; each takes and gives a dict with ``img`` (H, W, C) and ``gt_label``.
-    """
-
-    def __init__(self, classes: Sequence[str], pipeline: Sequence[dict] = ()) -> None:
-        self.metainfo = dict(classes=list(classes))
-        self.pipeline = Compose([TRANSFORMS.build(step) for step in pipeline])
-
-    def load(self, index: int) -> dict[str, Any]:
-        """The raw dict of one image."""
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        results = self.pipeline(self.load(index))
-        image = np.ascontiguousarray(results['img'].transpose(2, 0, 1))
-        return dict(inputs=torch.from_numpy(image), labels=torch.tensor(results['gt_label']))
-
-
 @DATASETS.register_module()
-class Digits(_Images):
+class Digits(Dataset):
     """The handwritten digits that install with scikit-learn: 1,797 images of 8 x 8 (UCI), a fifth of them held out.
 
     Args:
         train: The training part or the held-out one.
-        pipeline: Transforms.
+        pipeline: Configs of mmcv's transforms; each takes and gives a dict with ``img`` (8, 8, 1), 0 to 16, and ``gt_label``.
     """
 
-    def __init__(self, train: bool = True, pipeline: Sequence[dict] = ()) -> None:
-        super().__init__([str(digit) for digit in range(10)], pipeline)
-        try:
-            from sklearn.datasets import load_digits
-            from sklearn.model_selection import train_test_split
-        except ImportError as error:
-            raise ImportError('the digits come with scikit-learn: pip install scikit-learn') from error
+    def __init__(self, train: bool = True, pipeline: Sequence[dict[str, Any]] = ()) -> None:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        self.metainfo = dict(classes=[str(digit) for digit in range(10)])
+        self.pipeline = Compose([TRANSFORMS.build(step) for step in pipeline])
         images, labels = load_digits(return_X_y=True)
         parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
         self.images = parts[0 if train else 1].reshape(-1, 8, 8, 1).astype(np.float32)
         self.labels = parts[2 if train else 3]
 
-    def load(self, index: int) -> dict[str, Any]:
-        """Image (8, 8, 1) of 0 to 16."""
-        return dict(img=self.images[index], gt_label=int(self.labels[index]))
-
     def __len__(self) -> int:
         return len(self.images)
 
-
-@DATASETS.register_module()
-class CIFAR10(_Images):
-    """CIFAR-10 in its binary form (the archive named ``cifar-10-binary``).
-
-    Args:
-        data_root: Folder with ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``.
-        train: Training or test part.
-        pipeline: Transforms.
-    """
-
-    CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')
-
-    def __init__(self, data_root: str, train: bool = True, pipeline: Sequence[dict] = ()) -> None:
-        super().__init__(self.CLASSES, pipeline)
-        names = [f'data_batch_{i}.bin' for i in range(1, 6)] if train else ['test_batch.bin']
-        rows = []
-        for name in names:
-            path = Path(data_root) / name
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f'{path} is missing: unpack the binary version of CIFAR-10 and write its folder '
-                    f'into the config as data_root.'
-                )
-            # one byte of label, then the red, green and blue planes of 32 x 32
-            rows.append(np.fromfile(path, np.uint8).reshape(-1, 1 + 3 * 32 * 32))
-        data = np.concatenate(rows)
-        self.labels = data[:, 0]
-        self.images = data[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-
-    def load(self, index: int) -> dict[str, Any]:
-        """Image (32, 32, 3) of 0 to 255, RGB."""
-        return dict(img=self.images[index], gt_label=int(self.labels[index]))
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-
-@DATASETS.register_module()
-class ImageFolder(_Images):
-    """One folder per class, as ImageNet is usually unpacked.
-
-    Args:
-        data_root: Folder of the class folders.
-        pipeline: Transforms.
-    """
-
-    SUFFIXES = ('.jpg', '.jpeg', '.png')
-
-    def __init__(self, data_root: str, pipeline: Sequence[dict] = ()) -> None:
-        root = Path(data_root)
-        folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-        if not folders:
-            raise FileNotFoundError(
-                f'{root} has no class folders: write the folder of the unpacked images into the config as data_root.'
-            )
-        super().__init__([folder.name for folder in folders], pipeline)
-        self.samples = [
-            (path, label)
-            for label, folder in enumerate(folders)
-            for path in sorted(folder.rglob('*'))
-            if path.suffix.lower() in self.SUFFIXES
-        ]
-
-    def load(self, index: int) -> dict[str, Any]:
-        """Image (H, W, 3) of 0 to 255, RGB."""
-        path, label = self.samples[index]
-        image = mmcv.imread(str(path), channel_order='rgb')
-        return dict(img=image, img_shape=image.shape[:2], gt_label=label)
-
-    def __len__(self) -> int:
-        return len(self.samples)
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        results = self.pipeline(dict(img=self.images[index], gt_label=int(self.labels[index])))
+        image = np.ascontiguousarray(results['img'].transpose(2, 0, 1))
+        return dict(inputs=torch.from_numpy(image), labels=torch.tensor(results['gt_label']))
 
 
 @TRANSFORMS.register_module()
@@ -324,34 +204,6 @@ class PadAndCrop(BaseTransform):
         return {**results, 'img': padded[top : top + height, left : left + width]}
 
 
-@TRANSFORMS.register_module()
-class RandomResizedCrop(BaseTransform):
-    """A random area and shape of the image, resized to a square.
-
-    Args:
-        size: Side of the result in pixels.
-        area: Smallest and largest share of the image's area.
-        ratio: Smallest and largest width over height.
-    """
-
-    def __init__(
-        self, size: int, area: tuple[float, float] = (0.08, 1.0), ratio: tuple[float, float] = (0.75, 4 / 3)
-    ) -> None:
-        self.size, self.area, self.ratio = size, area, ratio
-
-    def transform(self, results: dict) -> dict:
-        """Crop and resize."""
-        image = results['img']
-        height, width = image.shape[:2]
-        share = np.random.uniform(*self.area) * height * width
-        shape = np.exp(np.random.uniform(*np.log(self.ratio)))
-        w = min(width, max(1, round(np.sqrt(share * shape))))
-        h = min(height, max(1, round(np.sqrt(share / shape))))
-        top, left = np.random.randint(0, height - h + 1), np.random.randint(0, width - w + 1)
-        image = mmcv.imresize(image[top : top + h, left : left + w], (self.size, self.size))
-        return {**results, 'img': image, 'img_shape': image.shape[:2]}
-
-
 @METRICS.register_module()
 class Accuracy(BaseMetric):
     """Share of right predictions, in per cent, as ``accuracy/top1``."""
@@ -363,5 +215,5 @@ class Accuracy(BaseMetric):
         self.results.extend(int(sample['pred']) == int(sample['label']) for sample in data_samples)
 
     def compute_metrics(self, results: list) -> dict[str, float]:
-        """The share over the whole data set."""
+        """Return the share over the whole data set."""
         return dict(top1=100.0 * sum(results) / len(results))

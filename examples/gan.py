@@ -1,29 +1,25 @@
-"""A small conditional DCGAN for the 8 x 8 digits, with an optimizer wrapper for each of its two networks.
+"""The DCGAN of ``dcgan_digits.py`` for mmengine, with an optimizer wrapper for each of its two networks.
 
 mmengine trains several networks through ``OptimWrapperDict`` but does not build one from a config; here is a constructor
-that does. The metric compares generated digits with held-out ones, and a hook draws them.
+that does. The metric compares generated digits with held-out ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import mmcv
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
-from mmengine.hooks import Hook
-from mmengine.model import BaseModel, BaseModule, is_model_wrapper
+from mmengine.model import BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
-from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import DATASETS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from torch import Tensor, nn
 
 from .classification import Digits
+from .dcgan_digits import DigitDiscriminator, DigitGenerator, frechet_distance
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -38,90 +34,18 @@ class WrapperPerModule:
 
     def __init__(self, optim_wrapper_cfg: dict, paramwise_cfg: Any = None) -> None:
         if paramwise_cfg is not None:
-            raise ValueError(
-                'paramwise_cfg belongs into the config of one module: optim_wrapper.generator, for example'
-            )
+            raise ValueError('paramwise_cfg belongs into the config of one module, such as optim_wrapper.generator')
         self.configs = optim_wrapper_cfg
 
     def __call__(self, model: nn.Module) -> OptimWrapperDict:
         """Build the wrappers for a model, which may be wrapped for several processes."""
-        children = _bare(model)._modules
-        wrong = [name for name, cfg in self.configs.items() if name not in children or not isinstance(cfg, dict)]
-        if wrong:
-            raise ValueError(
-                f'optim_wrapper.{wrong[0]} is not the config of a child; the model has {", ".join(children)}'
-            )
-        return OptimWrapperDict(
-            **{name: build_optim_wrapper(children[name], cfg) for name, cfg in self.configs.items()}
-        )
+        bare = _bare(model)
+        wrappers = {name: build_optim_wrapper(bare.get_submodule(name), cfg) for name, cfg in self.configs.items()}
+        return OptimWrapperDict(**wrappers)
 
 
-@MODELS.register_module()
-class DigitGenerator(BaseModule):
-    """Noise and a class to an image of 8 x 8 in -1 to 1.
-
-    Args:
-        noise_dim: Length of the noise.
-        num_classes: Classes.
-        width: Channels at 4 x 4; twice as many at 2 x 2.
-        init_cfg: mmengine's initialisation config.
-    """
-
-    def __init__(self, noise_dim: int = 32, num_classes: int = 10, width: int = 64, init_cfg: Any = None) -> None:
-        super().__init__(init_cfg)
-        self.noise_dim, self.num_classes, self.width = noise_dim, num_classes, width
-        self.stem = nn.Linear(noise_dim + num_classes, 2 * width * 2 * 2, bias=False)
-        self.layers = nn.Sequential(
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.ConvTranspose2d(width, 1, 4, stride=2, padding=1),
-            nn.Tanh(),
-        )
-
-    def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
-        """(N, noise_dim) and (N,) to (N, 1, 8, 8)."""
-        classes = F.one_hot(labels, self.num_classes).to(noise.dtype)
-        return self.layers(self.stem(torch.cat([noise, classes], 1)).view(-1, 2 * self.width, 2, 2))
-
-
-@MODELS.register_module()
-class DigitDiscriminator(BaseModule):
-    """An image and its alleged class to a logit: is it real?
-
-    It has no BatchNorm, so real and generated images can share a batch.
-
-    Args:
-        num_classes: Classes.
-        width: Channels at 8 x 8; doubled at each halving of the size.
-        dropout: Share of dropped activations. The data set is small, and memorised without it.
-        init_cfg: mmengine's initialisation config.
-    """
-
-    def __init__(self, num_classes: int = 10, width: int = 32, dropout: float = 0.3, init_cfg: Any = None) -> None:
-        # the many terms of the class's sum would drown the image's own logit at torch's standard deviation of 1
-        super().__init__(init_cfg or dict(type='Normal', layer='Embedding', std=0.02))
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Dropout2d(dropout),
-            nn.Conv2d(2 * width, 4 * width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Flatten(),
-            nn.Dropout(dropout),
-        )
-        self.fc = nn.Linear(4 * width * 2 * 2, 1)
-        self.classes = nn.Embedding(num_classes, 4 * width * 2 * 2)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """(N, 1, 8, 8) and (N,) to (N,)."""
-        features = self.layers(images)
-        # one term judges the image, the other whether it fits its class
-        return self.fc(features).squeeze(1) + (features * self.classes(labels)).sum(1)
+MODELS.register_module(module=DigitGenerator)
+MODELS.register_module(module=DigitDiscriminator)
 
 
 @MODELS.register_module()
@@ -143,17 +67,15 @@ class GAN(BaseModel):
         self.discriminator = MODELS.build(discriminator)
 
     def draw_noise(self, labels: Tensor) -> Tensor:
-        """Noise of the global generator, whose state a resumed run finds again."""
+        """Draw noise from the global generator, whose state a resumed run finds again."""
         return torch.randn(len(labels), _bare(self.generator).noise_dim, device=labels.device)
 
     def train_step(self, data: dict[str, Any], optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
         """Update the discriminator, then the generator."""
         data = self.data_preprocessor(data, training=True)
         images, labels = data['inputs'], data['labels']
-        return {
-            **self.train_discriminator(images, labels, optim_wrapper),
-            **self.train_generator(labels, optim_wrapper),
-        }
+        losses = self.train_discriminator(images, labels, optim_wrapper)
+        return losses | self.train_generator(labels, optim_wrapper)
 
     def train_discriminator(self, images: Tensor, labels: Tensor, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
         """Tell real images from generated ones."""
@@ -176,45 +98,32 @@ class GAN(BaseModel):
         with wrapper.optim_context(self.generator):
             fakes = self.generator(self.draw_noise(labels), labels)
         # the discriminator only passes gradients on: none are made for its weights, and no process waits for them
-        with frozen(self.discriminator), optim_wrapper['discriminator'].optim_context(self.discriminator):
+        self.discriminator.requires_grad_(False)
+        with optim_wrapper['discriminator'].optim_context(self.discriminator):
             logits = _bare(self.discriminator)(fakes, labels)
         loss, log_vars = self.parse_losses(dict(loss_generator=F.softplus(-logits.float()).mean()))
         wrapper.update_params(loss)
+        self.discriminator.requires_grad_(True)
         return dict(loss_generator=log_vars['loss_generator'])
 
     def forward(self, inputs: Tensor, labels: Tensor, noise: Tensor | None = None, mode: str = 'tensor') -> Any:
-        """Images of the given classes ('tensor'), or a list of results with them ('predict').
+        """Return images of the given classes ('tensor'), or a list of results with them ('predict').
 
         The networks are called without their wrappers for several processes, so each process samples on its own.
         """
         fakes = _bare(self.generator)(self.draw_noise(labels) if noise is None else noise, labels)
-        if mode == 'tensor':
-            return fakes
         if mode == 'predict':
             return [dict(fake=f, real=r, label=label) for f, r, label in zip(fakes.float(), inputs, labels)]
-        raise NotImplementedError('a GAN has two losses and no common one: call train_step')
+        return fakes
 
 
 def _bare(module: nn.Module) -> nn.Module:
     return module.module if is_model_wrapper(module) else module
 
 
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """No parameter of the module gets a gradient from what is computed inside."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 @DATASETS.register_module()
 class DigitsWithNoise(Digits):
-    """Digits, each with noise that stays the same: pictures of two validations show the same samples.
+    """Digits, each with noise that stays the same: all validations judge samples of the same noise.
 
     Args:
         noise_dim: Length of the noise.
@@ -232,103 +141,31 @@ class DigitsWithNoise(Digits):
 
 @METRICS.register_module()
 class DigitQuality(BaseMetric):
-    """How far generated digits are from held-out ones, and how many are recognised.
+    """How far generated digits are from held-out ones, as ``gan/frechet``.
 
-    ``gan/frechet`` is the Frechet distance of two normal distributions, fitted to the generated and to the held-out
-    images in the space of the training images' first principal components. ``gan/recognised`` is the share, in per
-    cent, in which a classifier trained on the training images sees the class that was asked for. As many training images
-    of the same classes score 0.25 and 100; uniform noise scores 9.2 and 12; the mean image of each class 4.1 and 100.
+    It is the Frechet distance of two normal distributions, fitted to the generated and to the held-out images in the space of
+    the training images' first principal components. As many training images of the same classes score 0.25; uniform noise
+    scores 9.2; the mean image of each class 4.1.
 
     Args:
         components: Number of principal components.
-        collect_device: As in ``BaseMetric``.
     """
 
     default_prefix = 'gan'
 
-    def __init__(self, components: int = 16, collect_device: str = 'cpu') -> None:
-        super().__init__(collect_device=collect_device)
+    def __init__(self, components: int = 16) -> None:
+        super().__init__()
         self.components = components
-        self._judges: tuple[Any, Any] | None = None
 
-    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Keep images and labels."""
-        for sample in data_samples:
-            images = (sample[name].float().flatten().cpu().numpy() for name in ('fake', 'real'))
-            self.results.append((*images, int(sample['label'])))
+    def process(self, data_batch: Any, data_samples: Sequence[dict[str, Any]]) -> None:
+        """Keep the images."""
+        self.results.extend((sample['fake'].float().cpu(), sample['real'].float().cpu()) for sample in data_samples)
 
-    def compute_metrics(self, results: list) -> dict[str, float]:
-        """Both numbers, over the whole data set."""
-        if self._judges is None:
-            # only the first process comes here
-            self._judges = self._train_judges()
-        axes, classifier = self._judges
-        fakes, reals, labels = (np.stack(column) for column in zip(*results))
-        if not np.isfinite(fakes).all():
-            return dict(frechet=float('nan'), recognised=0.0)
-        return dict(
-            frechet=_frechet(fakes @ axes, reals @ axes),
-            recognised=100.0 * float((classifier.predict(fakes) == labels).mean()),
-        )
-
-    def _train_judges(self) -> tuple[np.ndarray, Any]:
-        from sklearn.svm import SVC
-
-        digits = Digits(train=True)
-        images = digits.images.reshape(len(digits), -1) / 8 - 1
-        axes = np.linalg.svd(images - images.mean(0), full_matrices=False)[2][: self.components].T
-        return axes, SVC().fit(images, digits.labels)
-
-
-def _frechet(a: np.ndarray, b: np.ndarray) -> float:
-    def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return x.mean(0), np.cov(x, rowvar=False)
-
-    (mean_a, cov_a), (mean_b, cov_b) = moments(a.astype(np.float64)), moments(b.astype(np.float64))
-    values, vectors = np.linalg.eigh(cov_a)
-    root = vectors * np.sqrt(values.clip(0)) @ vectors.T
-    # the trace of the root of cov_a cov_b, through a symmetric matrix with the same eigenvalues
-    shared = np.sqrt(np.linalg.eigvalsh(root @ cov_b @ root).clip(0)).sum()
-    distance = ((mean_a - mean_b) ** 2).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * shared
-    # rounding may leave a little below 0
-    return max(0.0, float(distance))
-
-
-@HOOKS.register_module()
-class SampleGridHook(Hook):
-    """Draws generated digits at each validation, a column for each class: ``samples/epoch_N.png`` in the work dir.
-
-    Args:
-        rows: Samples of each class.
-        num_classes: Classes.
-        zoom: Width of a pixel in the picture.
-    """
-
-    def __init__(self, rows: int = 8, num_classes: int = 10, zoom: int = 6) -> None:
-        self.rows, self.num_classes, self.zoom = rows, num_classes, zoom
-        self.columns: list[list[np.ndarray]] = []
-
-    def before_val_epoch(self, runner: Any) -> None:
-        """Begin a picture."""
-        self.columns = [[] for _ in range(self.num_classes)]
-
-    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Take the first samples of each class."""
-        for sample in outputs or ():
-            column = self.columns[int(sample['label'])]
-            if len(column) < self.rows:
-                # a margin around each sample
-                column.append(np.pad(sample['fake'][0].float().cpu().numpy(), 1, constant_values=-1.0))
-
-    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
-        """Write the picture, in the first process."""
-        if not is_main_process():
-            return
-        blank = np.full((10, 10), -1.0, np.float32)
-        columns = [np.concatenate(column + [blank] * (self.rows - len(column))) for column in self.columns]
-        image = np.concatenate(columns, 1)
-        # ink is dark on paper, and a failed model may give anything
-        grey = np.nan_to_num(127.5 * (1 - image)).clip(0, 255).astype(np.uint8)
-        path = Path(runner.work_dir) / 'samples' / f'epoch_{runner.epoch}.png'
-        mmcv.imwrite(grey.repeat(self.zoom, 0).repeat(self.zoom, 1), str(path))
-        runner.logger.info(f'Samples are in {path}')
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        """Return the distance over the whole data set; NaN where an image is not finite."""
+        fakes, reals = (torch.stack(column) for column in zip(*results))
+        if not fakes.isfinite().all():
+            return dict(frechet=float('nan'))
+        digits = torch.from_numpy(Digits().images).flatten(1) / 8 - 1
+        axes = torch.linalg.svd(digits - digits.mean(0), full_matrices=False)[2][: self.components].T
+        return dict(frechet=frechet_distance(fakes, reals, axes))

@@ -40,18 +40,11 @@ def train(opt_level: str, steps: int, device: torch.device) -> float:
     return loss.item()
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f'{text} must be at least 1')
-    return value
-
-
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description='A tiny network at an opt level, on a GPU where there is one.')
     parser.add_argument('opt_level', nargs='?', default='O1', choices=LEVELS, help='the level (default: %(default)s)')
-    parser.add_argument('--steps', type=_count, default=100, metavar='N', help='optimizer steps (default: %(default)s)')
+    parser.add_argument('--steps', type=int, default=100, metavar='N', help='optimizer steps (default: %(default)s)')
     args = parser.parse_args()
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     print(f'{args.opt_level} on {device}: loss {train(args.opt_level, args.steps, device):.4f}')

@@ -28,7 +28,6 @@ val_cfg = dict()
 test_cfg = dict()
 
 default_hooks = dict(checkpoint=dict(interval=5, save_best='gan/frechet', rule='less'))
-custom_hooks = [dict(type='SampleGridHook')]
 
 # every process draws noise of its own
 randomness = dict(seed=0, diff_rank_seed=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,34 +11,21 @@ import torch
 from bits import differences
 
 from amp_wrapper import resolve
+from examples import dcgan_digits, imagenet, simple
 
-ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 TINY_GAN = '--epochs 2 --steps-per-epoch 2 --batch-size 8 --width 4 --noise-dim 4'.split()
 TINY_IMAGES = '--synthetic 8 --image-size 32 -b 4 -p 1 -j 0 --epochs 2'.split()
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f'example_{name}', ROOT / 'examples' / f'{name}.py')
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-gan, images, simple = load('dcgan_digits'), load('imagenet'), load('simple')
-
-
 def trained_gan(folder: Path, *words: str) -> dict[str, Any]:
-    gan.train(gan.parse([*TINY_GAN, '--out', str(folder), *words]))
+    dcgan_digits.train(dcgan_digits.parse([*TINY_GAN, '--out', str(folder), *words]))
     return torch.load(folder / 'checkpoint.pth', weights_only=True)
 
 
 def trained_images(folder: Path, *words: str) -> dict[str, Any]:
-    images.run(images.parse([*TINY_IMAGES, '--out', str(folder), *words]))
-    return torch.load(folder / images.CHECKPOINT, weights_only=True)
+    imagenet.run(imagenet.parse([*TINY_IMAGES, '--out', str(folder), *words]))
+    return torch.load(folder / imagenet.CHECKPOINT, weights_only=True)
 
 
 TRAINED = {'dcgan_digits': trained_gan, 'imagenet': trained_images}

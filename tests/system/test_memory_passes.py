@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from amp_wrapper import ops
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.counting import counts_of
+from benchmarks.step import Case, start, ways
 
 
 @pytest.mark.skipif(not ops.serves('cpu'), reason='of compiled steps')
@@ -24,16 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
         ('SGD', 'this package, O2, fused, split masters', 20),
     ],
 )
-def test_bytes_for_each_parameter_are_those_of_pages(optimizer: str, name: str, moved: int, monkeypatch: Any) -> None:
+def test_bytes_for_each_parameter_are_those_of_pages(optimizer: str, name: str, moved: int) -> None:
     """And no step reads from the device."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.step import start
-    from benchmarks.step_counting import counts_of
-    from benchmarks.step_ways import Case, ways
-
-    case = Case(optimizer, True, torch.float16, torch.device('cpu'))
-    way = next(way for way in ways(case) if way.name == name)
+    builds = next(group for group in ways(Case(optimizer, True, torch.float16, 'cpu')).values() if name in group)
     # enough elements that tables and counters do not show
-    step = start(way, case, [(1024, 64), (512, 128), (1000,)])
-    counts = counts_of(step.run, [tensor.data_ptr() for tensor in step.host_tensors()])
+    step = start(builds[name], [(1024, 64), (512, 128), (1000,)])
+    counts = counts_of(step.run, step.host_counts())
     assert counts.bytes / 132_072 == pytest.approx(moved, abs=0.1) and counts.reads == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import toy
+from missing import skip_without_fsdp
 from processes import ROOT, python, tool
 
 CONFIG = 'configs/digits/cnn_o2.py'
@@ -47,10 +48,28 @@ def test_gpu_check_plans_what_exists() -> None:
     assert done.returncode == 0, done.stderr
     stages = dict(zip(*[iter(re.split(r'^== (.+)\n', done.stdout, flags=re.M)[1:])] * 2))
     assert all(stages.values()) and {'ops', 'step', 'engine', 'end-to-end', 'sanitizer', 'ddp'} == set(stages)
-    assert 'build-ops --cuda' in stages['ops'] and '--end-to-end' in stages['end-to-end']
+    assert 'build-ops --cuda' in stages['ops'] and 'benchmarks.levels' in stages['end-to-end']
     assert all(check in stages['sanitizer'] for check in ('memcheck', 'racecheck', 'initcheck', 'synccheck'))
     files = set(re.findall(r'tests/\S+\.py', done.stdout))
     assert files and all('--device cuda' in stages[stage] for stage in ('ops', 'step', 'engine', 'ddp'))
     assert [file for file in files if not (ROOT / file).is_file()] == []
     modules = set(re.findall(r'benchmarks\.\w+', done.stdout))
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'ops',
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ('step', 'levels', 'overhead', 'compiled', 'distributed', 'sharding', 'fidelity')
+        ),
+    ],
+)
+def test_benchmarks_print_tables(name: str) -> None:
+    if name == 'sharding':
+        skip_without_fsdp()
+    done = python('-m', f'benchmarks.{name}', '--quick')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith('# ') and '| --- |' in done.stdout

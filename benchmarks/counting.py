@@ -1,4 +1,4 @@
-"""What a call costs beside its time: bytes that its operations move, operations, host reads, memory, kernel launches."""
+"""Counts the cost of a call beside its time: bytes that its operations move, operations, host reads, memory, launches."""
 
 from __future__ import annotations
 
@@ -31,19 +31,17 @@ _NO_TRAFFIC = ('aten::empty', 'aten::new_empty')
 
 @dataclasses.dataclass
 class Counts:
-    """What one call did.
+    """Counts of one call.
 
     Attributes:
         bytes: Bytes that its operations cannot avoid to move.
         operations: Operations that went through the dispatcher, views among them.
-        reads: Host reads: how often the host asked for the value of a tensor.
-        by_operation: The bytes, by the name of the operation.
+        reads: How often the host asked for the value of a tensor.
     """
 
     bytes: int = 0
     operations: int = 0
     reads: int = 0
-    by_operation: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Counter(TorchDispatchMode):
@@ -91,20 +89,17 @@ class Counter(TorchDispatchMode):
             target, source = (args[0], args[1]) if name == 'aten::copy_' else (result, args[0])
             if source.device.type != 'cpu' and target.device.type == 'cpu' and not _is_asynchronous(func, args, kwargs):
                 self.read(source)
-        moved = traffic(func, args, kwargs, result)
-        if moved:
-            counts.bytes += moved
-            counts.by_operation[name] = counts.by_operation.get(name, 0) + moved
+        counts.bytes += traffic(func, args, kwargs, result)
         return result
 
     def read(self, tensor: Tensor) -> None:
-        """The host asked for the value of a tensor."""
+        """Count that the host asks for the value of a tensor."""
         if tensor.data_ptr() not in self._host:
             self.counts.reads += 1
 
 
 class _ListReads(TorchFunctionMode):
-    """``tolist`` of a tensor on the CPU goes past the dispatcher."""
+    """Sees ``tolist`` of a tensor on the CPU, which goes past the dispatcher."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -141,7 +136,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def traffic(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes that one operation moves, by the rule of :class:`Counter`."""
+    """Return the bytes that one operation moves, by the rule of :class:`Counter`."""
     schema = func._schema
     name = schema.name
     if name.startswith(_NO_TRAFFIC):
@@ -190,8 +185,8 @@ def counts_of(call: Callable[[], object], host: Collection[int] = ()) -> Counts:
     return counter.counts
 
 
-def allocations(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """What a call leaves allocated, and the most that it had allocated at any moment, in bytes.
+def allocations(call: Callable[[], object], device: str) -> tuple[int, int]:
+    """Return the bytes that a call leaves allocated, and the most that it had allocated at any moment.
 
     As torch's allocator tells it, so the temporaries inside operations count too.
 
@@ -199,13 +194,11 @@ def allocations(call: Callable[[], object], device: torch.device) -> tuple[int, 
         call: What to run.
         device: 'cpu' or 'cuda'.
     """
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if device == 'cuda':
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     # what an earlier call left behind in cycles must not be freed within this one
     gc.collect()
     gc.disable()
@@ -216,24 +209,24 @@ def allocations(call: Callable[[], object], device: torch.device) -> tuple[int, 
         gc.enable()
     now = peak = 0
     # the record itself has the order of time only within a thread
-    for event in sorted(_memory_events(record), key=lambda event: event.start_ns()):
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == '[memory]']
+    for event in sorted(events, key=_start):
         now += event.nbytes()
         peak = max(peak, now)
     return now, peak
 
 
-def _memory_events(record: Any) -> list[Any]:
-    return [event for event in record.profiler.kineto_results.events() if event.name() == '[memory]']
+def _start(event: Any) -> int:
+    started: int = event.start_ns()
+    return started
 
 
-def launches(call: Callable[[], object]) -> tuple[int, int]:
-    """Kernels that a call launches on the current GPU, and copies and fills beside them."""
+def launches(call: Callable[[], object]) -> int:
+    """Return how many kernels, copies and fills a call launches on the current GPU."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
             call()
             torch.cuda.synchronize()
-    names = [event.name for event in record.events() if event.device_type is DeviceType.CUDA]
-    others = sum(name.startswith(('Memcpy', 'Memset')) for name in names)
-    return len(names) - others, others
+    return sum(event.device_type is DeviceType.CUDA for event in record.events())
