@@ -93,6 +93,9 @@ class Ddp:
         self._averaging: dict[DistributedDataParallel, list[nn.Parameter]] = {}
         self._seen: tuple[int, list[int]] = (0, [])
         self._unaveraged: list[str] = []
+        # the models, looked through once more at the first step, and the DDPs that were made after the cast
+        self._models = [ref(model) for model in models]
+        self._later: list[DistributedDataParallel] = []
 
     def rebuild(self, changed: Iterable[Tensor]) -> None:
         """Rebuild the reducer of every DDP around a parameter whose type has changed. Collective: each rank calls it.
@@ -133,6 +136,22 @@ class Ddp:
                 dist.broadcast(parameter.detach(), dist.get_global_rank(ddp.process_group, 0), ddp.process_group)
             _rebuild(ddp)
 
+    def start_alike(self) -> None:
+        """Give masters the values of the first rank, of which a DDP that was made later gave the weights alone.
+
+        Collective: each rank calls it, in its first step with such a DDP.
+        """
+        models, self._models = [model() for model in self._models], []
+        self._add(_ddps_in(filter(None, models)))
+        for ddp in self._later:
+            inside, group = set(map(id, _parameters(ddp))), ddp.process_group
+            for weight, master in zip(self._params.behind_masters, self._params.masters):
+                if id(weight) in inside and group.size() > 1:
+                    dist.broadcast(master.detach(), dist.get_global_rank(group, 0), group)
+            # the weights have the rounded values already
+            self._params.settle()
+        self._later = []
+
     def averages(self) -> bool:
         """Return whether the coming backward pass averages gradients over the ranks, in part at least; True without DDP."""
         found = self._find()
@@ -156,9 +175,7 @@ class Ddp:
 
     def _find(self, model: nn.Module | None = None) -> dict[DistributedDataParallel, list[nn.Parameter]]:
         """Find the DDPs that average what the optimizer steps, with their parameters, trainable or not."""
-        known = [model, *(notice.ddp() for notice in self._notices if notice.ddp is not None)]
-        new = [module for module in dict.fromkeys(known) if _is_ddp(module) and module not in self.ddps]
-        self.ddps += new
+        self._add([model, *(notice.ddp() for notice in self._notices if notice.ddp is not None)])
         stepped = self._params.weights() if self.ddps else []
         seen = len(self.ddps), list(map(id, stepped))
         if seen == self._seen:
@@ -166,28 +183,20 @@ class Ddp:
         self._seen = seen
         found = {ddp: _parameters(ddp) for ddp in self.ddps}
         self._averaging = {ddp: inside for ddp, inside in found.items() if not set(seen[1]).isdisjoint(map(id, inside))}
-        for ddp in new:
-            self._follow_first_rank(ddp)
         averaged = {id(parameter) for inside in self._averaging.values() for parameter in inside}
         alone = [weight for weight in stepped if weight.requires_grad and id(weight) not in averaged]
         self._unaveraged = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in alone]
         if alone and self._speaks and any(ddp.process_group.size() > 1 for ddp in self.ddps):
             self._speaks = False
             logger.warning(
-                f'amp: no DistributedDataParallel averages the gradients of {some(self._unaveraged)}, which the optimizer '
-                f'steps: each rank trains its own. Wrap the module that holds them, or freeze them.'
+                f'amp: no DistributedDataParallel averages the gradients of {some(self._unaveraged)}: wrap their module.'
             )
         return self._averaging
 
-    def _follow_first_rank(self, ddp: DistributedDataParallel) -> None:
-        """Give masters the values of the first rank, of which a DDP that was made later gave the weights alone. Collective."""
-        params, inside, group = self._params, set(map(id, _parameters(ddp))), ddp.process_group
-        params.synchronise()
-        for weight, master in zip(params.behind_masters, params.masters):
-            if id(weight) in inside and group.size() > 1:
-                dist.broadcast(master.detach(), dist.get_global_rank(group, 0), group)
-        # a graph may wait for the weights, which have the rounded values already
-        params.settle()
+    def _add(self, modules: Iterable[nn.Module | None]) -> None:
+        new = [module for module in dict.fromkeys(modules) if _is_ddp(module) and module not in self.ddps]
+        self.ddps += new
+        self._later += new
 
 
 def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:
@@ -264,8 +273,7 @@ def check_before_cast(model: nn.Module, inner: nn.Module) -> None:
         # torch makes a new one where nobody holds the old one
         if _accumulation(parameter).metadata.pop('amp_wrapper', False):
             raise AmpAttachError(
-                f'something listens to the gradient of {name}, such as a DistributedDataParallel, and would stop '
-                f'averaging after the cast: hand over the wrapped model, optim_context(ddp) and not its .module.'
+                f'a DistributedDataParallel around {name} would stop averaging: hand over the wrapped model, not its .module.'
             )
 
 

@@ -77,6 +77,7 @@ def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None 
         engine.is_accumulating = False
         return _finish(engine, [0, 0], norm)
     engine.params.before_step()
+    engine.ddp.start_alike()
     lists = engine.params.lists()
     for observer in engine.observers:
         observer.before_step(engine)
