@@ -31,6 +31,7 @@ APART = {'downstream', 'foreign_packages'}
 LEFT_OUT = (
     '.git',
     '.venv*',
+    '.nox',
     '__pycache__',
     'build',
     'dist',
