@@ -73,7 +73,8 @@ def canary(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run every combination, kill and damage many trainings, and plant faults that the tests must notice."""
     install(session)
-    session.run(*PYTEST, '--full', *session.posargs, env={'KILLS': '8', 'FILES': '2500', **os.environ})
+    numbers = {'KILLS': os.environ.get('KILLS', '8'), 'FILES': os.environ.get('FILES', '2500')}
+    session.run(*PYTEST, '--full', *session.posargs, env=numbers)
     if not session.posargs:
         session.run('python', 'tests/system/planted_faults.py')
 
@@ -110,4 +111,4 @@ def wheels(session: nox.Session) -> None:
         python = str(empty / 'bin' / 'python')
         session.run(python, '-m', 'pip', 'install', '--quiet', '-c', str(CONSTRAINTS), str(file), external=True)
         with session.chdir(empty):
-            session.run(python, '-m', 'amp_wrapper', 'info', external=True)
+            session.run(str(empty / 'bin' / 'amp-wrapper'), 'info', external=True)
