@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: the version on every page, pages of measurements, and references in docstrings."""
+"""Hooks of mkdocs: the version on every page, pages of measurements, the help of commands, and references in docstrings."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,26 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Lead links to ``benchmarks/results`` to the pages of the site, and those of a page of measurements back."""
+    if page.file.src_uri == 'commands.md':
+        markdown = with_help(markdown)
     if not page.file.src_uri.startswith(f'{RESULTS_ON_SITE}/'):
         return markdown.replace(f'](../{RESULTS}/', f']({RESULTS_ON_SITE}/')
     # pages of the API come first in a search
     page.meta.setdefault('search', {}).setdefault('boost', 0.2)
     markdown = re.sub(r'`docs/(\w+\.md)`', r'[\1](../\1)', markdown).replace('](../../docs/', '](../')
     return f'[All measurements](../costs.md#all-measurements)\n\n{markdown}'
+
+
+def with_help(markdown: str) -> str:
+    """Put the help of each command under its heading; a command without a heading is an error."""
+    from amp_wrapper.cli.commands import COMMANDS
+
+    os.environ['COLUMNS'] = '100'
+    for name, parser in COMMANDS.items():
+        before, heading, after = markdown.partition(f'\n## {name}\n')
+        assert heading, f'commands.md has no heading for {name}'
+        markdown = f'{before}{heading}\n```text\n{parser.format_help()}```\n{after}'
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
