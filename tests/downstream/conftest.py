@@ -1,4 +1,4 @@
-"""Runs in an environment of its own: see ``make test-downstream``."""
+"""Runs in an environment of its own: see ``nox -s downstream``."""
 
 from __future__ import annotations
 

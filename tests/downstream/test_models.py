@@ -1,6 +1,6 @@
 """Models of mmpretrain, mmsegmentation and mmdetection, from the configs of these projects, against FP32.
 
-See ``make test-downstream``. No module is replaced, except SyncBN, which has no CPU implementation: it becomes BN.
+See ``nox -s downstream``. No module is replaced, except SyncBN, which has no CPU implementation: it becomes BN.
 """
 
 from __future__ import annotations

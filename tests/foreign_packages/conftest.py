@@ -1,4 +1,4 @@
-"""Runs in an environment of its own: see ``make test-foreign``."""
+"""Runs in an environment of its own: see ``nox -s foreign``."""
 
 from __future__ import annotations
 

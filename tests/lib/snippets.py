@@ -72,13 +72,13 @@ def imported(text: str) -> set[str]:
 
 
 def foreign_packages() -> set[str]:
-    """What ``make test-foreign`` installs beyond the ordinary environment, by the names of the imports."""
-    lines = (ROOT / 'requirements/foreign.txt').read_text().splitlines()
-    return {line.split('==')[0].replace('-', '_') for line in lines if line and not line.startswith('#')}
+    """What ``nox -s foreign`` installs beyond the ordinary environment, by the names of the imports."""
+    (group,) = re.findall(r'^foreign = \[(.*?)\]', (ROOT / 'pyproject.toml').read_text(), re.M | re.S)
+    return {name.replace('-', '_') for name in re.findall(r'"(.+?)"', group)}
 
 
 def foreign_pages() -> list[Path]:
-    """The pages that ``make test-foreign`` runs: their snippets import one of its packages."""
+    """The pages that ``nox -s foreign`` runs: their snippets import one of its packages."""
     return [page for page in sorted((ROOT / 'docs').glob('*.md')) if imported(page.read_text()) & foreign_packages()]
 
 

@@ -1,6 +1,6 @@
 """Small models that do what models of mmpretrain, mmsegmentation and mmdetection do and mixed precision could break.
 
-Each is named after the model that showed it in ``make test-downstream``; here none of those packages is needed.
+Each is named after the model that showed it in ``nox -s downstream``; here none of those packages is needed.
 """
 
 from __future__ import annotations

@@ -28,18 +28,7 @@ LISTS = ROOT / 'tests' / 'faults'
 #: Tests with environments of their own.
 APART = {'downstream', 'foreign_packages'}
 #: What a copy leaves out: nothing of it is needed, or it is made anew.
-LEFT_OUT = (
-    '.git',
-    '.venv*',
-    '__pycache__',
-    'build',
-    'dist',
-    'site',
-    '*.egg-info',
-    '.*_cache',
-    '.hypothesis',
-    'work_dirs',
-)
+LEFT_OUT = '.git .venv* .nox __pycache__ build dist site *.egg-info .*_cache .hypothesis work_dirs'.split()
 
 
 class StaleFault(Exception):

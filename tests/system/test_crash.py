@@ -1,4 +1,4 @@
-"""Trainings that are killed become the uninterrupted ones; ``make crash-test`` kills more (``KILLS``, ``SEED``)."""
+"""Trainings that are killed become the uninterrupted ones; ``nox -s nightly`` kills more (``KILLS``, ``SEED``)."""
 
 from __future__ import annotations
 

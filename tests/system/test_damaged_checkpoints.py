@@ -1,6 +1,6 @@
 """Checkpoints that are damaged at random give a typed error that names the file, and nothing of them is applied.
 
-A runner stands at one checkpoint and is asked to resume from a damaged copy of another; ``make fuzz-test`` damages more
+A runner stands at one checkpoint and is asked to resume from a damaged copy of another; ``nox -s nightly`` damages more
 (``FILES``, ``SEED``).
 """
 

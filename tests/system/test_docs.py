@@ -96,9 +96,9 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     # the names of another page are in a cycle with its functions, and its optimizers with them
     gc.collect()
     text = page.read_text()
-    # pages on packages that make test-foreign installs are run there, by the same function
+    # pages on packages that nox -s foreign installs are run there, by the same function
     if absent := not_installed(imported(text) & foreign_packages()):
-        pytest.skip(f'{", ".join(absent)} not installed: make test-foreign runs this page')
+        pytest.skip(f'{", ".join(absent)} not installed: nox -s foreign runs this page')
     if page.name == 'sharding.md':
         skip_without_fsdp()
     if page.name.startswith('recipes_'):
@@ -160,7 +160,7 @@ def broken_links(page: Path, text: str) -> list[str]:
         is_there = path.is_file() and (not anchor or anchor in anchors(path))
         if not re.match(r'[a-z]+:', target) and not is_there:
             bad.append(f'{page.name}: {target}')
-    for path in re.findall(r'`((?:tools|configs|examples|tests|docs|requirements|csrc)/[\w./]+\.\w+)`', text):
+    for path in re.findall(r'`((?:tools|configs|examples|tests|docs|csrc)/[\w./]+\.\w+)`', text):
         if not (ROOT / path).is_file():
             bad.append(f'{page.name}: {path}')
     return bad

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_pinned_torch_was_tried_and_is_allowed() -> None:
     oldest, newest = (torch_internals.TRIED[index].split('.')[1] for index in (0, -1))
     assert f'"torch>=2.{oldest},<2.{int(newest) + 1}"' in (ROOT / 'pyproject.toml').read_text(encoding='utf-8')
-    pinned = re.search(r'^torch==(\S+)', (ROOT / 'requirements' / 'runtime.txt').read_text(encoding='utf-8'), re.M)
+    pinned = re.search(r'^torch==(\S+)', (ROOT / 'constraints.txt').read_text(encoding='utf-8'), re.M)
     assert pinned is not None and pinned[1] in torch_internals.TRIED
 
 
