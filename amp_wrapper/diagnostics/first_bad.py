@@ -214,10 +214,14 @@ def _reason(op: str, args: Sequence[Any], has_nan: bool, had_infinities: bool) -
         return 'the logarithm of a negative number' if has_nan else 'the logarithm of zero'
     if op in ('sqrt', 'rsqrt', 'pow') and has_nan:
         return 'a root of a negative number'
-    place = _DIVISORS.get(op, len(args))
+    place = len(args) if op == 'pow' and not _is_negative(args[1]) else _DIVISORS.get(op, len(args))
     if place < len(args) and bool((torch.as_tensor(args[place]) == 0).any()):
         return 'division of zero by zero' if has_nan else 'division by zero'
     return ''
+
+
+def _is_negative(exponent: Any) -> bool:
+    return bool((torch.as_tensor(exponent) < 0).any())
 
 
 def line_outside(*folders: str) -> tuple[str, int, str]:

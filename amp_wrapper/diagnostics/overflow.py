@@ -19,7 +19,7 @@ from ..policy.nested import HALF_TYPES
 from ..shards import local
 from .first_bad import NAN, BadOp
 from .page import Page, Table
-from .recorder import StepRecord, identifiers
+from .recorder import MOST_CALLS, StepRecord, identifiers
 from .replay import Remedy, Replayer
 from .sandbox import Attach, own_functions
 from .watches import BACKWARD, FORWARD, Maximum, is_bad
@@ -229,7 +229,10 @@ class _Examination:
         is_output = given and all(each.numel() == 1 and not is_bad(each) for each in given)
         if again.first is not None:
             self._replayer = dataclasses.replace(self._replayer, judges_losses='outputs' not in again.calls)
-            found = self._of_place(again.first, FORWARD if 'outputs' in again.calls else BACKWARD)
+            found = self._of_place(again.first)
+        elif step.dropped:
+            text = f'Of its forward calls the last {MOST_CALLS} are kept, and these are finite.'
+            return Diagnosis('not_replayed', f'{_AGAIN} {text}')
         elif 'loss' in again.calls or (any(is_bad(loss.value) for loss in step.losses) and not is_output):
             found = self._of_loss()
         elif again.bad_sums:
@@ -246,7 +249,7 @@ class _Examination:
         found.parameters = found.parameters or again.parameters
         return found
 
-    def _of_place(self, place: BadOp, phase: str) -> Diagnosis:
+    def _of_place(self, place: BadOp) -> Diagnosis:
         """Say what an op has done, and whether it does so in FP32."""
         if place.origin == 'input':
             name = self._replayer.step.calls[0].name
@@ -257,8 +260,12 @@ class _Examination:
             found.parameters = [place.op]
             return found
         replayer = self._replayer
-        exact, scale = replayer.in_fp32(), replayer.without_scale() if phase == BACKWARD else None
+        exact, phase = replayer.in_fp32(), place.phase
         kind = 'nan' if not exact.refused and not exact.is_finite else '16bit' if place.reason else 'range'
+        if kind == 'nan' and exact.first is not None and exact.first.node != place.node:
+            # in 16 bits something else came first
+            place = exact.first
+        scale = replayer.without_scale() if phase == BACKWARD else None
         cause = f'{"forward" if phase == FORWARD else "gradient"}_{kind}'
         if scale is not None and scale.finite and self._step.scale > 1:
             cause = 'gradient_scale'

@@ -75,11 +75,13 @@ class StepRecord:
         calls: In their order.
         losses: In the order of their backward passes.
         unseen: Forward calls without an output in which a tensor with a gradient was found.
+        dropped: Forward calls before the last :data:`MOST_CALLS`.
     """
 
     calls: list[CallRecord] = dataclasses.field(default_factory=list)
     losses: list[LossRecord] = dataclasses.field(default_factory=list)
     unseen: int = 0
+    dropped: int = 0
 
     @property
     def scale(self) -> float:
@@ -132,6 +134,7 @@ class Recorder:
             # models change the dicts and lists that they are given
             given = _same_tensors((args, kwargs))
             call = CallRecord(name, given, random_state.capture(), _versions_of(given), region.is_open())
+            self.step.dropped += len(self.step.calls) == MOST_CALLS
             self.step.calls[:] = [*self.step.calls[1 - MOST_CALLS :], call]
 
     def _leave(self, module: nn.Module, output: Any) -> None:

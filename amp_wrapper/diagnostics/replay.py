@@ -146,7 +146,7 @@ class Replayer:
 
     def in_fp32(self) -> Replay:
         """Replay in FP32, without a loss scale."""
-        return self.run(LEVEL_TABLE['O0'], factor=1 / self.step.scale)
+        return self.run(LEVEL_TABLE['O0'], 1 / self.step.scale, traced=True)
 
     def without_scale(self) -> Remedy:
         """Try a loss scale of 1."""

@@ -17,7 +17,7 @@ from ..casting import copies
 from ..casting.kept import kept_modules
 from ..casting.modules import class_name, module_device
 from ..casting.roots import is_compiled, unwrap
-from ..errors import AmpUsageError, one_line, some
+from ..errors import AmpConfigError, AmpUsageError, one_line, some
 from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.autocast_lists import FLOAT32, OP_RULES
 from ..policy.fp32_registry import FP32_OPS
@@ -179,6 +179,8 @@ def report(
         return copied(**given) if isinstance(given, dict) else copied(given)
 
     policy, title = resolve(opt_level, **overrides), class_name(unwrap(model))
+    if not policy.enabled:
+        raise AmpConfigError(['enabled=False: there is nothing to report on.'])
     return report_on(Task(model, make_optimizer), run, loss_fn is not None, policy, overrides, title)
 
 

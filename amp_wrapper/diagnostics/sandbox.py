@@ -75,7 +75,8 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     for name, module in inner.named_modules():
         for key, value in vars(module).items():
             # what module.compile() keeps is no part of copies
-            if isinstance(value, _FUNCTIONS) and hasattr(type(module), key) and key != COMPILED_CALL:
+            is_function = isinstance(value, _FUNCTIONS) and key != COMPILED_CALL
+            if is_function and (hasattr(type(module), key) or _holds_module(value)):
                 place = f'{name}.{key}'.lstrip('.')
                 raise CannotCopyError(f'{place} of the model is a function, and a copy would run that of the original.')
         # torch copies no tensor that is part of a graph, and some models keep their last loss
@@ -92,6 +93,13 @@ def fp32_copy(model: nn.Module) -> nn.Module:
         for hooks, key in own_functions(module):
             del hooks[key]
     return copied
+
+
+def _holds_module(function: Any) -> bool:
+    """Return whether a function, or a method in it, is bound to a module: that of the original, in a copy."""
+    cells = [cell.cell_contents for cell in getattr(function, '__closure__', None) or ()]
+    held = [function.func, *function.args] if isinstance(function, functools.partial) else cells
+    return any(isinstance(getattr(each, '__self__', each), nn.Module) for each in held)
 
 
 def own_functions(module: nn.Module) -> list[tuple[dict[int, Any], int]]:

@@ -182,7 +182,8 @@ def suggest(
         'overrides': {name: _plain(value) for name, value in overrides.items()},
         'difference_of_batches': found[0].noise,
     }
-    return _page(found, choose(found, options['prefer'], allowed), facts)
+    is_early = is_interrupted and len(found) > 1 and not any(each.is_known for each in found[1:])
+    return _page(found, None if is_early else choose(found, options['prefer'], allowed), facts)
 
 
 def _tell(text: str) -> None:

@@ -153,7 +153,7 @@ class SkippedSteps(StepObserver):
 
     def _falls_by_itself(self, engine: Engine, record: StepRecord) -> bool:
         """Return whether a dynamic loss scale was too large for the step, which is finite without it. Syncs."""
-        can_fall = engine.scales.is_dynamic and record.scale > (engine.policy.loss_scale.min_scale or 0.0)
+        can_fall = engine.scales.is_dynamic and record.scale > max(engine.policy.loss_scale.min_scale or 0.0, 1.0)
         may_fall = can_fall and self._falls < MOST_FALLS and self._reports_left
         if not may_fall or not record.losses or any(is_bad(loss.value) for loss in record.losses):
             return False

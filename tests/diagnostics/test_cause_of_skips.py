@@ -443,11 +443,12 @@ def huge_loss(x: Tensor) -> Tensor:
     ('act', 'level', 'cause', 'text'),
     [
         (lambda x: (x * 0 + 15).exp() * 1e-3, 'O2', 'forward_range', 'float16 overflow in '),
+        (lambda x: torch.where(x > 0, x * 0 + 300, x * 0).pow(2) * 1e-3, 'O2', 'forward_range', 'float16 overflow in '),
         (tiny_root, 'O2', 'gradient_16bit', 'Division by zero in float16 in the backward pass'),
         (lambda x: (x * 0).sqrt(), 'O5', 'gradient_nan', 'Division by zero in bfloat16'),
         (huge_loss, 'O5', 'loss', 'float32 overflow in '),
     ],
-    ids=['an overflow', 'backward in float16', 'backward', 'a loss'],
+    ids=['an overflow', 'a square', 'backward in float16', 'backward', 'a loss'],
 )
 def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, level: str, cause: str, text: str) -> None:
     (found,) = between(act, level)
@@ -456,6 +457,53 @@ def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, leve
         assert {each.kind for each in found.remedies if each.finite} == {'keep_fp32', 'bfloat16'}
     elif cause != 'loss':
         assert 'too large' not in found.text
+
+
+def test_overflow_that_leaves_the_outputs_finite_is_that_of_the_forward_pass() -> None:
+    (found,) = between(lambda x: (-(x * 1e9).square()).exp(), 'O2')
+    assert (found.cause, found.phase, found.op) == ('forward_range', 'forward', 'aten.mul'), found.text
+
+
+def test_gradient_that_is_nan_in_fp32_is_told_from_an_overflow_of_the_loss_scale() -> None:
+    (found,) = between(lambda x: x + (x * 0).abs().sqrt(), 'O1')
+    assert (found.cause, found.op) == ('gradient_nan', 'aten.div') and 'SqrtBackward0' in found.text
+
+
+def test_nothing_is_said_of_calls_that_were_not_kept() -> None:
+    first, *others = batches(40)
+    (found,) = examine(Deep(), 'O2', [nan_input(first), *others], passes=40, loss_scale=8.0)
+    assert found.cause == 'not_replayed' and 'the last 32 are kept' in found.text
+
+
+def test_dynamic_scale_below_one_is_no_reason() -> None:
+    model = Deep()
+    loss_fn = lambda y: square(y) + (model.stem.weight.float() * 0).square().sum().sqrt()  # noqa: E731
+    (found,) = examine(model, 'O2', batches(1), loss_fn, loss_scale={'init_scale': 1.0})
+    assert found.cause == 'not_reproduced'
+
+
+class Bound(nn.Module):
+    """Calls a part of it by a function that a copy would share."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        wrapped = torch.compile(self.inner, backend='eager') if kind == 'compiled' else functools.partial(self.norm)
+        self.part = (lambda x: self.norm(x)) if kind == 'lambda' else wrapped
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.stem(x))
+
+
+@pytest.mark.parametrize('kind', ['lambda', 'partial', 'compiled'])
+def test_functions_that_hold_parts_of_the_original_are_not_run(kind: str) -> None:
+    model = Bound(kind)
+    (found,) = examine(model, 'O1', [nan_input(batches(1)[0])])
+    assert found.cause == 'not_replayed' and 'part of the model is a function' in found.text
+    assert model.norm.num_batches_tracked == 0
 
 
 def test_numbers_of_the_text_are_those_of_the_op() -> None:
