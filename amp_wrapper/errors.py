@@ -60,7 +60,7 @@ class AmpCheckpointError(AmpError, RuntimeError):
 
 
 class CheckpointWriteError(AmpError, OSError):
-    """A checkpoint could not be written. The file of that name, and all others, are what they were."""
+    """A checkpoint, or another file, could not be written. The file of that name, and all others, are what they were."""
 
 
 class OverflowStreakError(AmpError, RuntimeError):

@@ -91,15 +91,15 @@ add('--local_rank', '--local-rank', type=int, default=0, help=SUPPRESS)
 
 files = ArgumentParser(add_help=False)
 add = files.add_argument
-add('--checkpoint', metavar='FILE', help='weights to begin with; default: load_from of the config, or its first ones')
+add('--checkpoint', metavar='FILE', help='weights, a path or URL; default: load_from of the config, or its first ones')
 add('--html', metavar='FILE', help='write a page that needs no network')
 add('--json', metavar='FILE', help='write everything as JSON')
 
-add = command('info', '.installation', 'versions, devices, and what serves the compiled ops here', '--json')
+add = command('info', '.installation', 'print versions, devices, and whether the compiled ops run', '--json')
 add('--json', action='store_true', help='print one JSON object')
 
 add = command('train', MMENGINE, 'train a model from a config, at any level', 'cnn_o2.py --seed 1', config, launcher)
-add('--resume', nargs='?', const='auto', metavar='auto|PATH', help='go on from a checkpoint; auto: from the newest')
+add('--resume', nargs='?', const='auto', metavar='auto|PATH', help='resume from a checkpoint; auto: from the newest')
 add('--amp', action='store_true', help='O1, float16 with a dynamic loss scale, if the config says OptimWrapper')
 does = 'O0 FP32, O1 autocast to float16, O2 float16 with FP32 masters, O3 float16, O4 and O5 as O1 and O2 in bfloat16'
 add('--opt-level', choices=LEVELS, help=f'replace the level of the config: {does}')
@@ -112,29 +112,28 @@ add = command('test', MMENGINE, 'test a checkpoint, in FP32 or at a level', 'cnn
 add('checkpoint', metavar='CHECKPOINT', help='checkpoint file or URL; its weights are FP32 at every level')
 add('--opt-level', choices=LEVELS, help='run the forward passes at this level; default: FP32')
 
-add = command('migrate', '.checklist', 'list what scripts and configs for apex need', 'train.py configs/')
-add('paths', metavar='PATH', nargs='+', type=python_path, help='Python file, or folder; exit status 1: work is left')
+add = command('migrate', '.checklist', 'list what to change in scripts and configs that use apex', 'train.py configs/')
+add('paths', metavar='PATH', nargs='+', type=python_path, help='Python file or folder; status 1: there is work left')
 
-add = command('convert', '.conversion', 'look into a checkpoint, and take weights out of it', 'epoch_10.pth --to fp16')
+add = command('convert', '.conversion', 'show what is in a checkpoint, or write its weights', 'epoch_10.pth --to fp16')
 add('source', metavar='SRC', help='checkpoint file, or a folder of shards; read without running code from it')
 add('out', metavar='OUT', nargs='?', help='file to write; default: beside SRC, epoch_10_fp16.pth')
 add('--inspect', action='store_true', help='print what is in SRC; writes nothing without --to')
 add('--to', choices=('fp32', 'fp16', 'bf16'), help='the type of the weights, which are all that is written')
-add('--weights', choices=('average', 'trained'), help='of a file with an EMA; default: average')
+add('--weights', choices=('average', 'trained'), help='which weights of a checkpoint with an EMA; default: average')
 add('--publish', action='store_true', help='weights, fp32 without --to, with 8 digits of their SHA-256 in the name')
 
-does = 'report what runs in which type and why, what float16 would lose, and memory'
-add = command('report', MMENGINE, does, 'cnn_o2.py --opt-level O5 --html a.html', config, files)
+add = command('report', MMENGINE, 'report types, ranges and memory', 'cnn_o2.py --opt-level O5', config, files)
 add('--opt-level', choices=LEVELS, help='the level to report on; default: that of the config')
 add('--depth', type=whole, metavar='N', help='show modules down to this depth in the terminal; 0: the model alone')
 
-does = 'try the levels on the model of a config, and recommend one; Ctrl-C ends it with what is known by then'
+does = 'try the levels on the model of a config, and recommend one; after Ctrl-C it prints the results so far'
 add = command('suggest-level', MMENGINE, does, 'cnn_o2.py --levels O0,O2,O5', config, files)
 add('--levels', type=levels, metavar='O0,O1,...', help='levels that may be recommended; default: all. O0 always runs')
-add('--steps', type=int, default=20, metavar='N', help='steps of each level, the first two not timed; default: 20')
+add('--steps', type=int, default=20, metavar='N', help='steps of each level, at least 4, the first two not timed (20)')
 add('--prefer', choices=('speed', 'memory'), default='speed', help='what to save; default: speed, on this device')
-add('--seed', type=whole, default=0, metavar='N', help='of the random generators; default: 0')
-add('--device', metavar='DEVICE', help='default: the first GPU, or the CPU')
+add('--seed', type=whole, default=0, metavar='N', help='seed of all random generators; default: 0')
+add('--device', metavar='DEVICE', help='device to run on; default: the first GPU, or the CPU')
 
 does = 'draw loss, gradient norm, loss scale and skipped steps of one training or several'
 add = command('plot', '.plotting', does, 'work_dirs/cnn_o2 work_dirs/cnn_o5 --out levels.png --from 100')
@@ -143,7 +142,7 @@ add('--out', metavar='FILE', default='amp_plot.png', help='file to write, .png o
 add('--panels', nargs='+', choices=tuple(PANELS), metavar='PANEL', help=f'of {" ".join(PANELS)}; default: all but lr')
 add('--from', dest='first', type=int, metavar='N', help='first iteration')
 add('--to', dest='last', type=int, metavar='N', help='last iteration')
-add('--title', default='', help='above the picture')
+add('--title', default='', help='title above the picture')
 
 does = 'compile the ops for the torch that is installed; needs a C++ compiler and ninja, for CUDA nvcc'
 add = command('build-ops', '.installation', does, '--no-cuda')

@@ -14,8 +14,9 @@ def plot(args: argparse.Namespace) -> None:
         args: The options of ``amp-wrapper plot``.
 
     Raises:
-        AmpUsageError: A log cannot be read; there is nothing to draw; the file cannot be written; matplotlib is not installed.
+        AmpUsageError: A log cannot be read; there is nothing to draw; matplotlib is not installed.
         AmpConfigError: ``--out`` has another suffix.
+        CheckpointWriteError: The file cannot be written.
     """
     panels = args.panels or DEFAULT_PANELS
     save(plot_runs(args.logs, panels=panels, first=args.first, last=args.last, title=args.title), args.out)

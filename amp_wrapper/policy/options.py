@@ -227,12 +227,11 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
         The resolved record.
 
     Raises:
-        AmpConfigError: With every conflict of the configuration in one message.
-        TypeError: An option that does not exist.
+        AmpConfigError: An option that does not exist; every conflict of the configuration, in one message.
     """
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(f'resolve() got an unexpected keyword argument {name!r}{nearest(name, OPTIONS)}')
+            raise AmpConfigError([f'{name}=... is no option{nearest(name, OPTIONS)}.'])
     problems: list[str] = []
     given: dict[str, Any] = {name: options.get(name, option.default) for name, option in OPTIONS.items()}
     read = SimpleNamespace(**{name: option.read(name, given[name], problems) for name, option in OPTIONS.items()})

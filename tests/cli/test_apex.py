@@ -105,6 +105,8 @@ def test_places_left_by_hand_are_listed(tmp_path: Path, capsys: Capture) -> None
         'import apex\napex.parallel.LARC(o)': 'LARC',
         'import apex.amp as mixed\nmixed._amp_state.handle': 'amp.state_dict',
         'from amp_wrapper.apex.contrib.xentropy import X': 'contrib',
+        'import torch, apex': 'one import a line',
+        'import apex; import torch': 'one import a line',
         "optim_wrapper = dict(type='ApexOptimWrapper')": 'custom_imports',
         'from apex import amp\nprint "two"': 'cannot be read',
     }

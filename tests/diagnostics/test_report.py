@@ -287,7 +287,7 @@ class Never(nn.Linear):
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({'keep_fp23': ['x']}, TypeError, "did you mean 'keep_fp32'"),
+    ({'keep_fp23': ['x']}, AmpConfigError, "did you mean 'keep_fp32'"),
     ({'opt_level': 'O7'}, AmpConfigError, "opt_level='O7'"),
     ({'enabled': False}, AmpConfigError, 'enabled=False'),
     ({'fp32_ops': ['torch.nn.GRU']}, AmpConfigError, 'matches no module'),
