@@ -106,7 +106,8 @@ def _damage_bytes(target: Target, dice: random.Random) -> None:
 
 def _another_model(target: Target, dice: random.Random) -> None:
     """A file that torch writes and reads without complaint, with one weight or buffer of the model missing, renamed or cut."""
-    part = dict(target.content['state_dict'])
+    # with the versions of its modules, as every state dict that torch writes
+    part = copy.copy(target.content['state_dict'])
     name = dice.choice(list(part))
     value = part.pop(name)
     change = dice.choice(('remove', 'rename', 'reshape'))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import gc
 import importlib
 import os
 import pkgutil
@@ -84,17 +83,19 @@ def run_page(text: str, name: str) -> None:
     blocks, files = snippets(text, 'python'), titled(text).values()
     # a fence that the pattern misses would be a snippet that nobody runs
     assert len(blocks) == len(re.findall(r'^ *```python', text, re.MULTILINE)) and text.count('```') % 2 == 0
-    for line, code in blocks:
-        if is_config(code) and code not in files:
-            run_config(code)
-        elif code not in files:
-            run_code(code, namespace, f'{name}:{line}')
+    try:
+        for line, code in blocks:
+            if is_config(code) and code not in files:
+                run_config(code)
+            elif code not in files:
+                run_code(code, namespace, f'{name}:{line}')
+    finally:
+        # torch.compile and the page's functions hold the names, and with them optimizers that amp.state_dict() would find
+        namespace.clear()
 
 
 @pytest.mark.parametrize('page', [page for page in PAGES if snippets(page.read_text(), 'python')], ids=name_of)
 def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the names of another page are in a cycle with its functions, and its optimizers with them
-    gc.collect()
     text = page.read_text()
     # pages on packages that nox -s foreign installs are run there, by the same function
     if absent := not_installed(imported(text) & foreign_packages()):
