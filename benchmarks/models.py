@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 CLASSES = 1000
+
+Shapes = Sequence[tuple[int, ...]]
 
 
 class Residual(nn.Module):
@@ -129,3 +131,12 @@ def trainings(device: str, quick: bool) -> tuple[Training, ...]:
         Training('small ResNet', small_resnet, (16, 3, 32, 32), 'SGD'),
         Training('4 transformer blocks of width 256', small_transformer, (8, 64, 256), 'AdamW'),
     )
+
+
+MODELS = {'ResNet-50': resnet50, 'ViT-B': vit, 'tiny': tiny_transformer}
+
+
+def shapes_of(model: str) -> Shapes:
+    """Return the shapes of the parameters of a model of :data:`MODELS`."""
+    with torch.device('meta'):
+        return [tuple(parameter.shape) for parameter in MODELS[model]().parameters()]

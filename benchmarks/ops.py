@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_wrapper import ops
 
 from .machine import in_turns, median, options, parse, publish, ratio, say, table
-from .step import Shapes, shapes_of
+from .models import Shapes, shapes_of
 
 Call = Callable[[], object]
 HEADS = ('operation', 'list', 'microseconds', 'GB/s', 'a copy to it', 'fastest of torch', 'microseconds', 'torch to it')

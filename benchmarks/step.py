@@ -29,10 +29,8 @@ from amp_wrapper.ops import loader
 from .counting import allocations, counts_of, launches
 from .loops import TorchAmp, make_optimizer, wrap
 from .machine import in_turns, median, options, parse, publish, ratio, say, table
-from .models import resnet50, tiny_transformer, vit
+from .models import MODELS, Shapes, shapes_of
 
-Shapes = Sequence[tuple[int, ...]]
-MODELS = {'ResNet-50': resnet50, 'ViT-B': vit, 'tiny': tiny_transformer}
 DTYPES = {'float16': torch.float16, 'bfloat16': torch.bfloat16}
 #: Small, so that clipping always has something to do.
 MAX_NORM = 1e-4
@@ -327,12 +325,6 @@ def _size(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def shapes_of(model: str) -> Shapes:
-    """Return the shapes of the parameters of a model of :data:`MODELS`."""
-    with torch.device('meta'):
-        return [tuple(parameter.shape) for parameter in MODELS[model]().parameters()]
-
-
 @contextmanager
 def ops_from(setting: str) -> Iterator[None]:
     """Let a value of ``AMP_WRAPPER_OPS`` choose what serves the ops: 'torch' for no library."""
@@ -356,9 +348,10 @@ def beside_torch(lists: dict[str, Shapes], rounds: int, device: str) -> list[lis
         for level in ('O0', 'O2', 'O5'):
             for library, setting in libraries.items():
                 with ops_from(setting):
-                    steps: dict[str, Step] = {}
-                    for name, optimizer in optimizers.items():
-                        steps[name] = start(functools.partial(Wrapped, case, level=level, optimizer=optimizer), shapes)
+                    steps = {
+                        name: start(functools.partial(Wrapped, case, level=level, optimizer=optimizer), shapes)
+                        for name, optimizer in optimizers.items()
+                    }
                     times = time_steps(steps, rounds, device)
                 best = min(times['fused'], times['foreach'], key=statistics.median)
                 rows.append([title, level, library, median(best), ratio(times['ours'], best)])

@@ -93,9 +93,9 @@ class Ddp:
         self._averaging: dict[DistributedDataParallel, list[nn.Parameter]] = {}
         self._seen: tuple[int, list[int]] = (0, [])
         self._unaveraged: list[str] = []
-        # the models, looked through once more at the first step, and the DDPs that were made after the cast
+        # the models, looked through once more at the first step, and how many of the DDPs have equal masters on all ranks
         self._models = [ref(model) for model in models]
-        self._later: list[DistributedDataParallel] = []
+        self._alike = len(self.ddps)
 
     def rebuild(self, changed: Iterable[Tensor]) -> None:
         """Rebuild the reducer of every DDP around a parameter whose type has changed. Collective: each rank calls it.
@@ -143,14 +143,14 @@ class Ddp:
         """
         models, self._models = [model() for model in self._models], []
         self._add(_ddps_in(filter(None, models)))
-        for ddp in self._later:
+        for ddp in self.ddps[self._alike :]:
             inside, group = set(map(id, _parameters(ddp))), ddp.process_group
             for weight, master in zip(self._params.behind_masters, self._params.masters):
                 if id(weight) in inside and group.size() > 1:
                     dist.broadcast(master.detach(), dist.get_global_rank(group, 0), group)
             # the weights have the rounded values already
             self._params.settle()
-        self._later = []
+        self._alike = len(self.ddps)
 
     def averages(self) -> bool:
         """Return whether the coming backward pass averages gradients over the ranks, in part at least; True without DDP."""
@@ -189,14 +189,13 @@ class Ddp:
         if alone and self._speaks and any(ddp.process_group.size() > 1 for ddp in self.ddps):
             self._speaks = False
             logger.warning(
-                f'amp: no DistributedDataParallel averages the gradients of {some(self._unaveraged)}: wrap their module.'
+                f'amp: no DistributedDataParallel averages the gradients of {some(self._unaveraged)}, which the optimizer '
+                f'steps: each rank trains its own. Wrap the module that holds them, or freeze them.'
             )
         return self._averaging
 
     def _add(self, modules: Iterable[nn.Module | None]) -> None:
-        new = [module for module in dict.fromkeys(modules) if _is_ddp(module) and module not in self.ddps]
-        self.ddps += new
-        self._later += new
+        self.ddps += [module for module in dict.fromkeys(modules) if _is_ddp(module) and module not in self.ddps]
 
 
 def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:
@@ -273,7 +272,8 @@ def check_before_cast(model: nn.Module, inner: nn.Module) -> None:
         # torch makes a new one where nobody holds the old one
         if _accumulation(parameter).metadata.pop('amp_wrapper', False):
             raise AmpAttachError(
-                f'a DistributedDataParallel around {name} would stop averaging: hand over the wrapped model, not its .module.'
+                f'something listens to the gradient of {name}, such as a DistributedDataParallel, and would stop '
+                f'averaging after the cast: hand over the wrapped model, optim_context(ddp) and not its .module.'
             )
 
 

@@ -64,8 +64,8 @@ def train(args: argparse.Namespace) -> None:
         cfg.randomness = {**(cfg.get('randomness') or {}), 'seed': args.seed}
     _add_hook(cfg, 'ExactResumeHook')
     # None leaves it out, as for the hooks of mmengine
-    if args.monitor or (cfg.get('default_hooks') or {}).get('amp_monitor', '') is not None:
-        _add_hook(cfg, 'AmpMonitorHook', interval=args.monitor)
+    if args.monitor is not None or (cfg.get('default_hooks') or {}).get('amp_monitor', '') is not None:
+        _add_hook(cfg, 'AmpMonitorHook', **({} if args.monitor is None else {'interval': args.monitor}))
     runner = _build_runner(cfg)
     runner.train()
     if runner.rank == 0:
@@ -127,8 +127,7 @@ def _choose_wrapper(cfg: Config, opt_level: str | None) -> None:
 
 
 def _add_hook(cfg: Config, name: str, **settings: Any) -> None:
-    """Add a hook of this package, or change the one that the config has by settings that are not None."""
-    settings = {key: value for key, value in settings.items() if value is not None}
+    """Add a hook of this package, or change the one that the config has."""
     hooks = list(cfg.get('custom_hooks') or [])
     for hook in [*hooks, *(cfg.get('default_hooks') or {}).values()]:
         kind = hook.get('type') if isinstance(hook, dict) else type(hook)
@@ -244,9 +243,7 @@ def _check_files(args: argparse.Namespace) -> None:
         if path is not None:
             place = next(above for above in Path(path).absolute().parents if above.exists())
             if not path or Path(path).is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
-                what = 'it is a folder' if Path(path).is_dir() else f'{place} is no folder that can be written to'
-                named = path or 'an empty name'
-                raise AmpUsageError(f'--{option}: {named} cannot be written: {what}. Give the path of a file.')
+                raise AmpUsageError(f'--{option} {path!r} cannot be written: give a file in a folder that is writable.')
 
 
 def _show(found: Page, args: argparse.Namespace, depth: int | None = None) -> None:

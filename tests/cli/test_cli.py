@@ -276,11 +276,11 @@ def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('test config.py none.pth', "'none.pth' does not exist"),
         ('report none.py', "'none.py' is no file"),
         ('report config.py --checkpoint none.pth', "'none.pth' does not exist"),
-        ('report config.py --html config.py/a.html', 'config.py/a.html cannot be written'),
+        ('report config.py --html config.py/a.html', "'config.py/a.html' cannot be written"),
         ('report config.py --cfg-options train_dataloader.dataset.length=a', 'data cannot be read'),
         ('suggest-level config.py --steps 2', 'steps=2'),
         ('suggest-level config.py --device nothing', '--device nothing'),
-        ('suggest-level config.py --html .', 'it is a folder'),
+        ('suggest-level config.py --html .', "--html '.' cannot be written"),
         ('plot nothing', "no log 'nothing'"),
     ):
         assert text in error(capsys, *line.split()), line

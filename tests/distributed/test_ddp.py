@@ -489,7 +489,9 @@ def test_ranks_that_start_unlike_get_the_unrounded_weights_of_the_first(
     dist.barrier()
     for number in range(3):
         run(10 * number + here.rank)
-        training.step()
+        with mock.patch.object(dist, 'broadcast', wraps=dist.broadcast) as sent:
+            training.step()
+        assert sent.called == (number == 0)
         masters = training.optimizer.param_groups[0]['params']
         assert number or all(map(torch.equal, masters, started))
         same_on_all_ranks(here, [*masters, *model.parameters()], f'step {number}')
