@@ -45,9 +45,10 @@ def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     copies = rule.copies(args, kwargs)
     if copies is None and rule.outputs is None and not rule.opens and not rule.sets_autocast:
         return call(*args, **kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        return _trace(module, rule, call, copies, args, kwargs)
     before = said_once.speaks(rule.model.speaks) if rule.is_model else None
+    is_traced = copies is not None and torch.compiler.is_dynamo_compiling()
+    if is_traced:
+        traced.append(copies)
     try:
         return _run(module, rule, call, copies, args, kwargs)
     except (RuntimeError, TypeError) as error:
@@ -55,26 +56,12 @@ def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
             type_errors.explain(module, error, rule.model.level)
         raise
     finally:
+        if is_traced:
+            traced.pop()
         if copies is not None:
             copies.write_back()
         if before is not None:
             said_once.speaks(before)
-
-
-def _trace(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
-    """A call that is becoming part of a graph."""
-    if not region.is_open():
-        # what errors have left
-        traced.clear()
-    if copies is not None:
-        traced.append(copies)
-    if rule.is_model:
-        said_once.speaks(rule.model.speaks)
-    result = _run(module, rule, call, copies, args, kwargs)
-    if copies is not None:
-        traced.pop()
-        copies.write_back()
-    return result
 
 
 def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
