@@ -45,7 +45,7 @@ def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     copies = rule.copies(args, kwargs)
     if copies is None and rule.outputs is None and not rule.opens and not rule.sets_autocast:
         return call(*args, **kwargs)
-    before = said_once.speaks(rule.model.speaks) if rule.is_model else None
+    before = said_once.speaks(rule.policy.verbosity >= 1) if rule.is_model else None
     is_traced = copies is not None and torch.compiler.is_dynamo_compiling()
     if is_traced:
         traced.append(copies)
@@ -53,7 +53,7 @@ def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
         return _run(module, rule, call, copies, args, kwargs)
     except (RuntimeError, TypeError) as error:
         if rule.is_model:
-            type_errors.explain(module, error, rule.model.level)
+            type_errors.explain(module, error, rule.policy.opt_level)
         raise
     finally:
         if is_traced:

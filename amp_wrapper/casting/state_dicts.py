@@ -23,13 +23,13 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
     variables and gets them as they are. Once the casts are taken off, this does nothing.
     """
     rule = rule_of(module) or Rule()
-    for name, tensor in own_tensors(module) if rule.model.casts else ():
+    for name, tensor in own_tensors(module) if rule.casts else ():
         key = prefix + name
         value = state_dict.get(key)
         if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
             continue
         # reads the flag of a master from the device
-        if bool(fp32_values.take_up_edits(tensor)) and rule.model.speaks:
+        if bool(fp32_values.take_up_edits(tensor)) and rule.policy.verbosity >= 1:
             logger.warning(
                 f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value: '
                 f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '
