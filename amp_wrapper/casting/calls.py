@@ -22,13 +22,15 @@ from .rule import Rule, traced
 _FLOAT32 = frozenset({torch.float32})
 
 
-def watched(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """A call that others watch from outside of its casts."""
+def call(module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+    """Call a module by its rule; who watches it is told from outside of its casts."""
     watchers, output = module._amp_wrapper_link.watchers, None
+    if not watchers or torch.compiler.is_compiling():
+        return by_rule(module, own, args, kwargs)
     try:
         for watcher in watchers:
             watcher.enter(module, args, kwargs)
-        output = by_rule(module, call, args, kwargs)
+        output = by_rule(module, own, args, kwargs)
     finally:
         for watcher in watchers:
             watcher.leave(module, output)

@@ -14,7 +14,6 @@ from types import FunctionType
 from typing import Any, cast
 from weakref import ReferenceType, WeakSet, ref
 
-import torch
 from torch import Tensor, nn
 
 from ..compiler_internals import never_compiled
@@ -42,17 +41,12 @@ class CastModule(nn.Module):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module by its rule. Who kept ``module.__call__`` comes here as well, such as wrappers of torch.compile."""
         # torch.compile fails over super() inside of blocks
-        call: Any = super()._call_impl
-        rule, link = self._amp_wrapper_rule, self._amp_wrapper_link
-        if link.watchers and not torch.compiler.is_compiling():
-            return calls.watched(self, call, args, kwargs)
-        is_idle = rule is None or (rule.outermost and region.is_open()) or (rule.is_idle and link.listener is None)
-        return call(*args, **kwargs) if is_idle else calls.by_rule(self, call, args, kwargs)
+        own: Any = super()._call_impl
+        return calls.call(self, own, args, kwargs)
 
     def _call_own(self, *args: Any, **kwargs: Any) -> Any:
         """As ``_call_impl``, where the class of the module has a ``__call__`` of its own."""
-        is_watched = self._amp_wrapper_link.watchers and not torch.compiler.is_compiling()
-        return (calls.watched if is_watched else calls.by_rule)(self, super().__call__, args, kwargs)
+        return calls.call(self, super().__call__, args, kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Refuses half(), float(), to(dtype) and their like, and moves masters with their weights."""

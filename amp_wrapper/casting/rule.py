@@ -38,7 +38,6 @@ class Rule:
         autocast: Its type; None for off.
         warning: Given where the first argument is 16-bit.
         is_model: Whether the module is a whole model: says whether its calls may warn, and explains errors about types.
-        is_idle: Whether a call does nothing but what the module does.
     """
 
     policy: Policy = LEVEL_TABLE['O0']
@@ -58,11 +57,6 @@ class Rule:
     autocast: torch.dtype | None = None
     warning: str = ''
     is_model: bool = False
-    is_idle: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        acts = self.inputs or self.outputs or self.kept or self.opens or self.sets_autocast
-        object.__setattr__(self, 'is_idle', not acts)
 
     def copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Copies | None:
         """What casts the arguments of a call; None where none of them has to be cast."""
