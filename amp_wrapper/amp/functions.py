@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import kernels, region
-from ..casting.functions import CallRule, Rules, call_by_rule, install, rules_of
+from ..casting.functions import Rules, Target, call_by_rule, install, rules_of
 from ..errors import AmpConfigError, nearest
 from ..policy import lookup
 from ..policy.nested import tensors_in
@@ -82,7 +82,7 @@ def float_function(function: _Function) -> _Function:
 
 def promote_function(function: _Function) -> _Function:
     """Decorator: floating arguments are cast to the widest type among them; in an in-place function to what is written to."""
-    return _decorated(function, None)
+    return _decorated(function, 'widest')
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -114,7 +114,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 def register_promote_function(module: Any, name: str) -> None:
     """As :func:`register_half_function`, with the widest type among the floating arguments."""
-    _register(module, name, None)
+    _register(module, name, 'widest')
 
 
 def disable_casts() -> AbstractContextManager[None]:
@@ -125,14 +125,13 @@ def disable_casts() -> AbstractContextManager[None]:
     return region.suspended()
 
 
-def _decorated(function: _Function, dtype: torch.dtype | None) -> _Function:
+def _decorated(function: _Function, target: Target) -> _Function:
     # inside a class body it is handed the descriptor
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(_decorated(function.__func__, dtype))  # type: ignore[return-value]
+        return type(function)(_decorated(function.__func__, target))  # type: ignore[return-value]
     if isinstance(function, type) or not callable(function):
         raise AmpConfigError([f'{function!r} cannot be decorated: take a function, or the forward of a class.'])
-    is_method, rule = _takes_self(function), CallRule(dtype)
-    rules = Rules(rule)
+    is_method, rules = _takes_self(function), Rules(target)
 
     @functools.wraps(function)
     def by_rule(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +144,7 @@ def _decorated(function: _Function, dtype: torch.dtype | None) -> _Function:
         install()
         kernels.install_tables(region.device_of(tensors_in((args, kwargs))))
         with region.spare(region.TABLES):
-            return call_by_rule(rule, call, args, kwargs)
+            return call_by_rule(target, call, args, kwargs)
 
     return by_rule  # type: ignore[return-value]
 
@@ -157,7 +156,7 @@ def _takes_self(function: Callable[..., Any]) -> bool:
         return False
 
 
-def _register(module: Any, name: str, dtype: torch.dtype | None) -> None:
+def _register(module: Any, name: str, target: Target) -> None:
     if not isinstance(name, str):
         raise AmpConfigError([f'name={name!r} must be the name of an attribute, as a string.'])
     holder = getattr(module, '__qualname__', None) or getattr(module, '__name__', None) or repr(module)
@@ -173,4 +172,4 @@ def _register(module: Any, name: str, dtype: torch.dtype | None) -> None:
         problem = 'cannot be replaced: decorate or register the function that calls it'
     if problem:
         raise AmpConfigError([f'{holder}.{name} {problem}.'])
-    rules_of(module, name).rule = CallRule(dtype)
+    rules_of(module, name).target = target

@@ -7,7 +7,6 @@ torch that the registry names are kernels: see :mod:`.kernels`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import sys
@@ -16,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,15 +33,8 @@ from .copies import Copies
 METHOD_OP = Fp32Op('*', METHOD_REASON, FLOAT32)
 
 
-@dataclasses.dataclass(frozen=True)
-class CallRule:
-    """What becomes of the floating arguments of a call, as the user chose.
-
-    Attributes:
-        dtype: float16, bfloat16 or float32; None for the widest type among them.
-    """
-
-    dtype: torch.dtype | None
+#: What the floating arguments of a function become by a rule of the user: a type, or the widest among them.
+Target = torch.dtype | Literal['widest']
 
 
 class Rules:
@@ -50,12 +42,12 @@ class Rules:
 
     Attributes:
         op: By the registry or configurations, of several the newest; None where there is none.
-        rule: By the user.
+        target: By the user.
     """
 
-    def __init__(self, rule: CallRule | None = None) -> None:
+    def __init__(self, target: Target | None = None) -> None:
         self.op: Fp32Op | None = None
-        self.rule = rule
+        self.target = target
         self._ops: list[Fp32Op] = []
 
     def add(self, op: Fp32Op, policy: Policy | None) -> None:
@@ -72,9 +64,9 @@ class Rules:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, as it was, by the rule that holds here."""
         if region.is_open():
-            tensors = tensors_in((args, kwargs)) if self.rule is not None and region.casts_ops() else ()
-            if self.rule is not None and any(region.autocast_is_on(tensor.device.type) for tensor in tensors):
-                return call_by_rule(self.rule, function, args, kwargs)
+            tensors = tensors_in((args, kwargs)) if self.target is not None and region.casts_ops() else ()
+            if self.target is not None and any(region.autocast_is_on(tensor.device.type) for tensor in tensors):
+                return call_by_rule(self.target, function, args, kwargs)
             if self.op is not None:
                 return call_in_fp32(self.op, function, args, kwargs)
         return function(*args, **kwargs)
@@ -85,7 +77,7 @@ def call_in_fp32(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...]
     return kernels.call_in_fp32(op, function, args, kwargs, Copies(torch.float32, HALF_TYPES))
 
 
-def call_by_rule(rule: CallRule, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_by_rule(target: Target, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function by a rule of the user.
 
     A function of torch is the op that the rule is about: autocast and the FP32 registry have no say in it. Other functions of
@@ -98,11 +90,11 @@ def call_by_rule(rule: CallRule, function: Callable[..., Any], args: tuple[Any, 
     tensors, is_op = tensors_in((args, kwargs)), _is_op(function)
     device = region.device_of(tensors)
     block: AbstractContextManager[None] = nullcontext()
-    if is_op or rule.dtype is torch.float32:
+    if is_op or target is torch.float32:
         block = region.autocast(device, None)
-    elif rule.dtype is not None and region.has_autocast(device):
-        block = torch.autocast(device, dtype=rule.dtype)
-    copies = Copies(rule.dtype or kernels.widest(tensors))
+    elif target != 'widest' and region.has_autocast(device):
+        block = torch.autocast(device, dtype=target)
+    copies = Copies(kernels.widest(tensors) if target == 'widest' else target)
     with region.spare(region.NOTHING if is_op else region.AS_AROUND), block:
         result = function(*copies.cast(args), **copies.cast(kwargs))
     return copies.write_back(result)
