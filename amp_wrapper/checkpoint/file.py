@@ -155,6 +155,5 @@ def read(source: Any, name: str, map_location: Any = 'cpu') -> Any:
                 f'{name} is refused: it asks for code to run while it is read ({asks[0][:300]}). If you trust the file, allow '
                 f'the class by torch.serialization.add_safe_globals([...]) and read it again.'
             ) from error
-        raise AmpCheckpointError(
-            f'{name} is no checkpoint, or a damaged one ({type(error).__name__}: {lines[-1][:300]}).'
-        ) from error
+        what = f'{type(error).__name__}: {lines[-1][:300]}'
+        raise AmpCheckpointError(f'{name} is no checkpoint, or a damaged one ({what}).') from error

@@ -167,17 +167,13 @@ def read(state: Any, form: Collection[str] | None = None) -> SavedAmp:
 def _read_apex(rest: dict[str, Any], label: str) -> SavedAmp:
     both = [key for key in ('apex_amp', 'loss_scaler', 'amp') if key in rest]
     if len(both) > 1:
-        raise AmpCheckpointError(
-            f"the optimizer state holds apex's loss scale and another one ({', '.join(both)}): remove the keys of all but one."
-        )
+        raise AmpCheckpointError(f'the optimizer state has two kinds of loss scales: keep one of {", ".join(both)}.')
     return SavedAmp('apex', rest, loss_scalers=read_apex(rest.pop(label), label))
 
 
 def _read_own(rest: dict[str, Any], amp: Mapping[str, Any]) -> SavedAmp:
     if amp.get('version') != FORMAT_VERSION:
-        raise AmpCheckpointError(
-            f"amp['version']={amp.get('version')!r}, and this amp_wrapper reads {FORMAT_VERSION}: upgrade amp_wrapper."
-        )
+        raise AmpCheckpointError(f"amp['version']={amp.get('version')!r} is unknown: upgrade amp_wrapper.")
     if missing := [key for key in ('opt_level', 'properties', 'loss_scalers') if not amp.get(key)]:
         raise AmpCheckpointError(f"'amp' has no {missing[0]!r}: the file is damaged.")
     for index, state in enumerate(amp['loss_scalers']):
@@ -197,9 +193,7 @@ def check_groups(saved: SavedAmp, optimizer: Optimizer) -> None:
     """
     theirs, mine = saved.optimizer['param_groups'], optimizer.param_groups
     if len(theirs) != len(mine):
-        raise AmpCheckpointError(
-            f'the checkpoint has {len(theirs)} parameter groups and the optimizer {len(mine)}: load the weights only.'
-        )
+        raise AmpCheckpointError(f"'param_groups' has {len(theirs)} groups, not {len(mine)}: load the weights only.")
     # what other libraries keep is theirs to know
     is_known = type(optimizer).__module__.startswith(('torch.optim', 'amp_wrapper.optim'))
     needed = set(optimizer.defaults) - _ADDED if is_known else set()
@@ -207,10 +201,8 @@ def check_groups(saved: SavedAmp, optimizer: Optimizer) -> None:
     for index, (there, here) in enumerate(zip(theirs, mine)):
         parameters = as_dict(there, f"'param_groups'[{index}]").get('params', ())
         if len(parameters) != len(here['params']):
-            many, count = len(parameters), len(here['params'])
-            raise AmpCheckpointError(
-                f"'param_groups'[{index}] has {many} 'params', not {count}: the model has changed."
-            )
+            counts = f'{len(parameters)} parameters, not {len(here["params"])}'
+            raise AmpCheckpointError(f"'param_groups'[{index}] has {counts}: the model has changed.")
         if lost := sorted(needed - set(there)):
             kind = type(optimizer).__name__
             raise AmpCheckpointError(f"'param_groups'[{index}] lacks {lost[0]!r}: it was not saved by {kind}.")

@@ -231,9 +231,7 @@ def why_inexact(runner: Any) -> list[str]:
     loop, reasons = runner.train_loop, []
     by_epoch = getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
     if not by_epoch and not isinstance(loop, IterBasedTrainLoop):
-        reasons.append(
-            f'{type(loop).__name__} is no loop of mmengine, so data already seen in an epoch are not skipped.'
-        )
+        reasons.append(f'{type(loop).__name__} is no loop of mmengine, so data that were seen are not passed over.')
     if getattr(loop, 'fast_forward_on_resume', False):
         reasons.append('fast_forward_on_resume=True begins the data anew. Write fast_forward_on_resume=False.')
     if by_epoch and getattr(loop.dataloader, 'persistent_workers', False):

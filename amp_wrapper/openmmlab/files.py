@@ -113,9 +113,8 @@ def newest(work_dir: str) -> str | None:
             warn(f'resuming from {path}; passed over: {"; ".join(passed)}')
         return str(path)
     if passed:
-        raise AmpCheckpointError(
-            f'no checkpoint in {work_dir} is whole ({"; ".join(passed)}): remove them, or choose another work_dir.'
-        )
+        found = '; '.join(passed)
+        raise AmpCheckpointError(f'no checkpoint in {work_dir} is whole ({found}): remove them, or change work_dir.')
     return None
 
 
@@ -123,10 +122,7 @@ def _restricted_getattr(owner: Any, name: str) -> Any:
     """``getattr`` for unpickling HistoryBuffer's statistics, and for nothing else."""
     if owner is HistoryBuffer and name in ('min', 'max', 'mean', 'current'):
         return getattr(owner, name)
-    raise pickle.UnpicklingError(
-        f"this checkpoint asks for getattr({owner!r}, {name!r}), which only HistoryBuffer's statistics may: "
-        f'it was tampered with, or written by something other than mmengine.'
-    )
+    raise pickle.UnpicklingError(f'the file asks for getattr({owner!r}, {name!r}), as no file of mmengine does.')
 
 
 def _allow_classes() -> None:

@@ -73,9 +73,7 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
         scaled = any(not scaler.is_one for scaler in member.loss_scalers)
         if not scaled and member.policy.enabled and member.policy.verbosity >= 1 and set(half) - {name}:
             # small gradients are lost, and overflows unseen, on their way through float16 modules of others
-            log(
-                f"{name} has no loss scale: if its loss flows through {half[0]}, in float16, write loss_scale='dynamic'"
-            )
+            log(f"{name} has no loss scale: if its loss flows through float16 ({half[0]}), write loss_scale='dynamic'")
 
 
 def attach_all(original: Callable[..., None], wrappers: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -119,10 +117,7 @@ def install() -> None:
     """Put the patches in place, once a process, and what mmengine lets us register."""
     version = digit_version(mmengine.__version__)
     if not digit_version(TESTED[0]) <= version < digit_version(TESTED[1]):
-        warn(
-            f'tested with mmengine {TESTED[0]} to below {TESTED[1]}, and patches {mmengine.__version__} all the same: compare '
-            f"a short run with opt_level='O0'"
-        )
+        warn(f"mmengine {mmengine.__version__} is patched, and untested: compare a short run with opt_level='O0'")
     for target, name, replacement in PATCHES:
         setattr(target, name, _replaced(getattr(target, name), replacement))
     follow_runners()

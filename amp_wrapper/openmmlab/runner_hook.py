@@ -198,9 +198,7 @@ def _check_names(module: nn.Module, saved: Mapping[str, Any], versions: Any = No
 def _check_optimizers(wrapper: Any, state: Any) -> None:
     several = isinstance(wrapper, OptimWrapperDict)
     if several and set(state) != set(wrapper.keys()):
-        raise AmpCheckpointError(
-            f'optimizer has the states {", ".join(map(str, state))}, not {", ".join(wrapper.keys())}.'
-        )
+        raise AmpCheckpointError(f'optimizer has {", ".join(map(str, state))}, not {", ".join(wrapper.keys())}.')
     for name, member in amp_wrappers(wrapper).items():
         member.check_state_dict(state[name] if several else state)
 
@@ -210,7 +208,7 @@ def _check_schedules(saved: Any, built: Any) -> None:
     states, schedulers = (list(itertools.chain(*x.values())) if isinstance(x, dict) else x for x in (saved, built))
     if len(states) != len(schedulers):
         raise AmpCheckpointError(
-            f'param_schedulers has {len(states)} entries, and {len(schedulers)} are configured: load the weights only.'
+            f'param_schedulers has {len(states)} entries, not {len(schedulers)}: load weights only.'
         )
     for index, (state, scheduler) in enumerate(zip(states, schedulers)):
         known = scheduler.state_dict()

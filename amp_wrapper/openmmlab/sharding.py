@@ -191,16 +191,12 @@ def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        problem = (
-            'MMFullyShard shards over processes, and there is one alone: start it by tools/dist_train.sh CONFIG N.'
-        )
-        raise AmpConfigError([problem])
+        raise AmpConfigError(['MMFullyShard needs several processes: start it by tools/dist_train.sh CONFIG N.'])
     world = torch.distributed.get_world_size()
     sizes = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
     shape = tuple(map(plain, sizes))
     if len(shape) not in (1, 2) or not all(map(is_count, shape)) or torch.Size(shape).numel() != world:
-        problem = f'mesh={mesh!r} must be one size or two, whose product is the number of processes, {world}, or None.'
-        raise AmpConfigError([problem])
+        raise AmpConfigError([f'mesh={mesh!r} must be None, or one size or two whose product is {world}.'])
     names = ('replicate', 'shard')[-len(shape) :]
     return init_device_mesh(torch.device(get_device()).type, shape, mesh_dim_names=names)
 
@@ -245,7 +241,5 @@ def policy_of(wrapper: Any) -> Policy:
     for member in members[1:]:
         differing = [name for name in _DECISIVE if getattr(member.policy, name) != getattr(first, name)]
         if differing:
-            raise AmpAttachError(
-                f'members of an OptimWrapperDict differ in {some(differing)}, and a model is sharded for one level alone.'
-            )
+            raise AmpAttachError(f'members of an OptimWrapperDict differ in {some(differing)}: shards need one level.')
     return first
