@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint import scales
+from ..checkpoint.format import read_apex, write_apex
 from ..diagnostics.step import read_options
 from ..diagnostics.watch import OPTIONS, LinesFile, Log, TrainingWatch
 from ..engine import Engine, attach_together
@@ -199,7 +199,7 @@ def state_dict(
                 del state['hysteresis_tracker']
             scalers.append(state)
     result = {} if destination is None else destination
-    result.update(scales.write_apex(scalers))
+    result.update(write_apex(scalers))
     return result
 
 
@@ -221,7 +221,7 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
     speaks = not sessions or any(session.policy.verbosity >= 1 for session in sessions)
     scalers = [scaler for session in sessions for scaler in session.scalers]
     try:
-        saved = scales.read_apex(state_dict, 'state_dict') if state_dict != {} else []
+        saved = read_apex(state_dict, 'state_dict') if state_dict != {} else []
     except AmpCheckpointError as error:
         raise AmpCheckpointError(f"{error} Hand over what amp.state_dict() gave: checkpoint['amp'].") from None
     if len(saved) != len(scalers) and speaks:

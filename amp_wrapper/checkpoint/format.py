@@ -7,11 +7,22 @@ Our format, version 1, beside the optimizer's own keys::
 
 A stock-shaped configuration (O1 or O4, one loss) has no top-level ``amp``: it lies inside ``loss_scaler``, which stock
 readers accept. Everything in it is a tensor, number, string, list, dict, boolean or None.
+
+apex writes ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``.
+
+apex saved neither the level nor the rule of the scale. The rule never differed: growth 2, backoff 0.5, interval 2000. Whether
+a scale was dynamic has to be found out from its values: a counter of 2000 or more is that of a static scale, since a dynamic
+one starts again at 0 there; and 1.0 is the static scale of apex's O0 and O3. Every other scale is taken for a dynamic one.
+Where the resumed configuration is static, it keeps its own scale.
+
+apex reads two keys of each scaler and ignores others. So ``amp.state_dict()`` adds a third where the two do not suffice:
+``dynamic`` for a dynamic scale that looks like a static one, ``hysteresis_tracker`` where hysteresis is in use.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +31,7 @@ from torch.optim import Optimizer
 
 from ..errors import AmpCheckpointError
 from ..policy.levels import Policy
-from .scales import as_dict, check_scaler_state, is_apex, read_apex
+from ..policy.options import is_scale, is_whole
 
 FORMAT_VERSION = 1
 #: What decides what the gradients of an open accumulation mean.
@@ -30,6 +41,8 @@ _ADDED = {'maximize', 'amsgrad', 'capturable', 'differentiable', 'foreach', 'fus
 
 #: The state of torch's element-wise optimizers; others keep tensors of any shape (Adafactor's factors, say).
 _PARAMETER_SHAPED = {'momentum_buffer', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'exp_inf', 'square_avg', 'grad_avg'}
+#: Clean steps after which apex doubled a moving scale.
+GROWTH_INTERVAL = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,3 +228,110 @@ def check_groups(saved: SavedAmp, optimizer: Optimizer) -> None:
     for label, value, parameter in shaped:
         if isinstance(value, Tensor) and value.shape != parameter.shape:
             raise AmpCheckpointError(f'{label} has the shape {tuple(value.shape)}, not {tuple(parameter.shape)}.')
+
+
+# -- loss scales -------------------------------------------------------------------------------------------------------------
+
+
+def as_dict(value: Any, name: str) -> Mapping[Any, Any]:
+    """Return a value that has to be a dict.
+
+    Args:
+        value: Of a file.
+        name: How the error calls it.
+
+    Raises:
+        AmpCheckpointError: It is none.
+    """
+    if not isinstance(value, Mapping):
+        raise AmpCheckpointError(f'{name} must be a dict, but is {type(value).__name__}: the file is damaged.')
+    return value
+
+
+def check_scaler_state(state: Any, label: str = 'loss_scaler') -> None:
+    """Check the saved state of a loss scaler without applying it.
+
+    Args:
+        state: Of our scaler or of ``GradScaler``; empty for a disabled one.
+        label: How messages call it.
+
+    Raises:
+        AmpCheckpointError: Names the key, the value and what was expected.
+    """
+    if as_dict(state, label):
+        check_scale(state, 'scale', '_growth_tracker', label)
+
+
+def check_scale(state: Any, scale: str, counter: str, label: str) -> None:
+    """Check a saved loss scale, and the counter of steps beside it.
+
+    Args:
+        state: Of a loss scaler.
+        scale: The key of the scale.
+        counter: The key of the counter.
+        label: How messages call the state.
+
+    Raises:
+        AmpCheckpointError: One is missing or impossible.
+    """
+    state = as_dict(state, label)
+    if not is_scale(state.get(scale)):
+        raise AmpCheckpointError(f'{label}[{scale!r}]={state.get(scale)!r} must be a positive float32 number.')
+    if not is_whole(state.get(counter), 0, 2**31):
+        raise AmpCheckpointError(f'{label}[{counter!r}]={state.get(counter)!r} must be a whole number below 2**31.')
+
+
+def is_apex(amp: Any) -> bool:
+    """Return whether ``amp`` is apex's state and not ours, which has a version."""
+    is_dict = isinstance(amp, Mapping)
+    # our own states have a key 'loss_scalers', without a number
+    return is_dict and 'version' not in amp and any(re.fullmatch(r'loss_scaler\d+', str(key)) for key in amp)
+
+
+def read_apex(amp: Any, label: str) -> list[dict[str, Any]]:
+    """Translate apex's state into ``GradScaler``'s keys.
+
+    Args:
+        amp: ``apex.amp.state_dict()``; not changed.
+        label: The key it lies under, for messages: 'apex_amp' or 'amp'.
+
+    Returns:
+        One ``LossScaler`` state per loss, in the order of their numbers.
+
+    Raises:
+        AmpCheckpointError: Not apex's form, a hole in the numbering, or an impossible value; names key and value.
+    """
+    names = [f'loss_scaler{index}' for index in range(max(1, len(as_dict(amp, label))))]
+    if missing := [name for name in names if name not in amp]:
+        raise AmpCheckpointError(
+            f'{label}[{missing[0]!r}] is missing (found: {", ".join(map(str, amp)) or "nothing"}): apex numbers its loss '
+            f'scalers from 0 without a hole and saves nothing else. To go on without them, remove the key {label!r}.'
+        )
+    states = []
+    for name in names:
+        check_scale(amp[name], 'loss_scale', 'unskipped', f'{label}[{name!r}]')
+        scale, unskipped = amp[name]['loss_scale'], amp[name]['unskipped']
+        dynamic = scale != 1.0 and unskipped < GROWTH_INTERVAL
+        state = {'dynamic': dynamic, 'scale': float(scale), '_growth_tracker': unskipped}
+        states.append(state | {key: amp[name][key] for key in ('dynamic', 'hysteresis_tracker') if key in amp[name]})
+    return states
+
+
+def write_apex(loss_scalers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Write loss scales with apex's keys, and the further keys that :func:`read_apex` needs where apex's do not suffice.
+
+    Args:
+        loss_scalers: ``LossScaler`` states, one per loss, none of them empty.
+
+    Returns:
+        A new dict of plain numbers.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for index, state in enumerate(loss_scalers):
+        scale, unskipped = float(state['scale']), int(state['_growth_tracker'])
+        written = result[f'loss_scaler{index}'] = {'loss_scale': scale, 'unskipped': unskipped}
+        if state['dynamic'] and (scale == 1.0 or unskipped >= GROWTH_INTERVAL):
+            written['dynamic'] = True
+        if 'hysteresis_tracker' in state:
+            written['hysteresis_tracker'] = state['hysteresis_tracker']
+    return result
