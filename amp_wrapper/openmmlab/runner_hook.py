@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +141,6 @@ class _WithoutCopies(TorchFunctionMode):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Inside, errors of loading are errors of the checkpoint."""
-    try:
-        yield
-    except Exception as error:  # load hooks of models may raise anything
-        raise AmpCheckpointError(f'{what} cannot be resumed from: {" ".join(str(error).split())}') from error
-
-
 def check(runner: Any, checkpoint: Any) -> None:
     """Check that a file is of the model, averages, optimizers and schedules of a runner, applying no tensor of it.
 
@@ -162,7 +152,7 @@ def check(runner: Any, checkpoint: Any) -> None:
         AmpCheckpointError: Names what does not fit.
     """
     path, files.local_loader.path = files.local_loader.path, None
-    with _refusing(str(path or runner._load_from)):
+    try:
         lost = [key for key in ('meta', 'state_dict', 'message_hub') if not isinstance(checkpoint.get(key), Mapping)]
         if not lost:
             lost = [f'meta[{key!r}]' for key in ('epoch', 'iter') if not is_whole(checkpoint['meta'].get(key))]
@@ -180,6 +170,9 @@ def check(runner: Any, checkpoint: Any) -> None:
             warn('the checkpoint has no state of the optimizer, which begins anew, with a new loss scale')
         if 'param_schedulers' in checkpoint and runner.param_schedulers is not None:
             _check_schedules(checkpoint['param_schedulers'], runner.param_schedulers)
+    except Exception as error:  # load hooks of models may raise anything
+        text = ' '.join(str(error).split())
+        raise AmpCheckpointError(f'{path or runner._load_from} cannot be resumed from: {text}') from error
 
 
 def _check_names(module: nn.Module, saved: Mapping[str, Any], versions: Any = None) -> None:

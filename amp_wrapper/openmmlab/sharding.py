@@ -51,18 +51,16 @@ class MMFullyShard(nn.Module):
         module: A model of mmengine, whole.
         mesh: A ``DeviceMesh``, or its shape: ``(8,)`` shards over eight ranks, ``(2, 4)`` over four and repeats that twice.
             None: over all ranks.
-        blocks: As for :func:`amp_wrapper.fully_shard`.
-        reduce_dtype: As there.
-        reshard_after_forward: As there.
-        offload: As there.
         no_sync: Whether, while gradients are accumulated over several iterations, each rank keeps whole gradients of its own
             until the last one. Saves communication, and costs the memory of all gradients of the model. They are summed, and
             averaged, in ``reduce_dtype``, which is FP32 then unless another one is given.
         checkpoints: 'whole': rank 0 puts the states together and writes a file. 'sharded': each rank writes its own shards to a
             folder, which is read by any number of ranks.
+        **sharding: ``blocks``, ``reduce_dtype``, ``reshard_after_forward`` and ``offload``, as for
+            :func:`amp_wrapper.fully_shard`.
 
     Raises:
-        AmpConfigError: A mesh that does not fit the number of processes; no such kind of checkpoints.
+        AmpConfigError: A mesh that does not fit the number of processes; no such kind of checkpoints; no such option.
     """
 
     #: Gradients are averaged after a cast as before it.
@@ -72,12 +70,9 @@ class MMFullyShard(nn.Module):
         self,
         module: nn.Module,
         mesh: DeviceMesh | Sequence[int] | None = None,
-        blocks: str | type | Sequence[str | type] | None = None,
-        reduce_dtype: str | torch.dtype | None = None,
-        reshard_after_forward: bool | int | None = None,
-        offload: bool = False,
         no_sync: bool = False,
         checkpoints: str = 'whole',
+        **sharding: Any,
     ) -> None:
         super().__init__()
         if checkpoints not in KINDS:
@@ -85,10 +80,7 @@ class MMFullyShard(nn.Module):
             raise AmpConfigError([f"checkpoints={checkpoints!r}{near} must be 'whole' or 'sharded'."])
         self.module = module
         self.checkpoints = checkpoints
-        self._mesh = mesh_of(mesh)
-        self._options: dict[str, Any] = dict(
-            blocks=blocks, reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, offload=offload
-        )
+        self._mesh, self._options = mesh_of(mesh), sharding
         self._accumulates_apart = no_sync
         self._holds_back = False
         # what cannot mean anything at any level is an error now
@@ -123,7 +115,7 @@ class MMFullyShard(nn.Module):
             return
         leave, averages = (BaseDataPreprocessor,), (BaseAveragedModel,)
         options = dict(self._options)
-        if self._accumulates_apart and policy.casts_model and options['reduce_dtype'] is None:
+        if self._accumulates_apart and policy.casts_model and options.get('reduce_dtype') is None:
             # torch adds up in this type what is averaged later
             options['reduce_dtype'] = 'float32'
         chosen = Sharding.of(self._mesh, options, policy)
@@ -234,12 +226,7 @@ def policy_of(wrapper: Any) -> Policy:
     Raises:
         AmpAttachError: Members that differ.
     """
-    members = list(amp_wrappers(wrapper).values())
-    if not members:
-        return resolve('O0')
-    first: Policy = members[0].policy
-    for member in members[1:]:
-        differing = [name for name in _DECISIVE if getattr(member.policy, name) != getattr(first, name)]
-        if differing:
-            raise AmpAttachError(f'members of an OptimWrapperDict differ in {some(differing)}: shards need one level.')
-    return first
+    policies: list[Policy] = [member.policy for member in amp_wrappers(wrapper).values()] or [resolve('O0')]
+    if differing := [name for name in _DECISIVE if len({getattr(policy, name) for policy in policies}) > 1]:
+        raise AmpAttachError(f'members of an OptimWrapperDict differ in {some(differing)}: shards need one level.')
+    return policies[0]
