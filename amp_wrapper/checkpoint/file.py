@@ -34,13 +34,11 @@ def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     """
     with replacing(path) as part, open(part, 'wb') as file:
         torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give the name to write to inside of the block; what lies there takes the place of ``path`` at its end.
+    """Give the name to write to inside of the block; what lies there is flushed, and takes the place of ``path`` at its end.
 
     Args:
         path: A local file, or a folder that is written as a whole.
@@ -53,7 +51,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield part
-        if part.is_dir() and target.exists():
+        if part.is_file():
+            with open(part, 'rb+') as file:
+                os.fsync(file.fileno())
+        elif part.is_dir() and target.exists():
             # a folder cannot be replaced in one act
             os.replace(target, old)
         os.replace(part, target)

@@ -180,7 +180,9 @@ def read(state: Any, form: Collection[str] | None = None) -> SavedAmp:
 def _read_apex(rest: dict[str, Any], label: str) -> SavedAmp:
     both = [key for key in ('apex_amp', 'loss_scaler', 'amp') if key in rest]
     if len(both) > 1:
-        raise AmpCheckpointError(f'the optimizer state has two kinds of loss scales: keep one of {", ".join(both)}.')
+        raise AmpCheckpointError(
+            f'the optimizer state has several loss scales: remove all but one of {", ".join(both)}.'
+        )
     return SavedAmp('apex', rest, loss_scalers=read_apex(rest.pop(label), label))
 
 
@@ -214,7 +216,7 @@ def check_groups(saved: SavedAmp, optimizer: Optimizer) -> None:
     for index, (there, here) in enumerate(zip(theirs, mine)):
         parameters = as_dict(there, f"'param_groups'[{index}]").get('params', ())
         if len(parameters) != len(here['params']):
-            counts = f'{len(parameters)} parameters, not {len(here["params"])}'
+            counts = f"{len(parameters)} 'params', not {len(here['params'])}"
             raise AmpCheckpointError(f"'param_groups'[{index}] has {counts}: the model has changed.")
         if lost := sorted(needed - set(there)):
             kind = type(optimizer).__name__

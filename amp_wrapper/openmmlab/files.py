@@ -39,10 +39,8 @@ class WholeFiles(LocalBackend):
             # what must not be replaced by a file: links, pipes
             super().put(obj, filepath)
             return
-        with file.replacing(filepath) as part, open(part, 'wb') as stream:
-            stream.write(obj)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with file.replacing(filepath) as part:
+            part.write_bytes(obj)
 
 
 class LocalLoader:

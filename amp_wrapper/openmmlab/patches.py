@@ -73,7 +73,7 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
         scaled = any(not scaler.is_one for scaler in member.loss_scalers)
         if not scaled and member.policy.enabled and member.policy.verbosity >= 1 and set(half) - {name}:
             # small gradients are lost, and overflows unseen, on their way through float16 modules of others
-            log(f"{name} has no loss scale: if its loss flows through float16 ({half[0]}), write loss_scale='dynamic'")
+            log(f"{name} has no loss scale: if its loss flows through {half[0]} (float16), write loss_scale='dynamic'")
 
 
 def attach_all(original: Callable[..., None], wrappers: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
