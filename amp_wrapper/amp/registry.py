@@ -114,10 +114,8 @@ class Registry:
         given = listed(optimizers, Optimizer, 'optimizers')
         unknown = [type(optimizer).__name__ for optimizer in given if optimizer not in self._sessions]
         if unknown or not given:
-            raise AmpUsageError(
-                f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy of an optimizer is. Hand '
-                f'over every optimizer first: amp.initialize(model, optimizer), or amp.initialize([], optimizer) later on.'
-            )
+            names = some(unknown) or 'an empty list of optimizers'
+            raise AmpUsageError(f'{names} was not initialised, as no copy is: amp.initialize([], optimizer) does it.')
         engines: list[Engine] = []
         for optimizer in given:
             session = self.session_of(optimizer)

@@ -42,10 +42,8 @@ def weights_in(file: Any) -> Mapping[str, Any]:
         return bare
     key = next((key for key in ('state_dict', 'model') if key in file), None)
     if key is None:
-        raise AmpCheckpointError(
-            f"this holds neither 'state_dict' nor 'model' (found: {', '.join(map(str, file)) or 'nothing'}): put the model's "
-            f'state dict under one of the two.'
-        )
+        found = ', '.join(map(str, file)) or 'nothing'
+        raise AmpCheckpointError(f"no 'state_dict' and no 'model' (found: {found}): put the weights under one of them.")
     return as_dict(file[key], repr(key))
 
 

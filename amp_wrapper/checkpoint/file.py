@@ -64,10 +64,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         # torch's zip writer reports a failed write as a RuntimeError about its position in the file
         if isinstance(error, RuntimeError) and 'unexpected pos' not in str(error) and 'Writer' not in str(error):
             raise
-        raise CheckpointWriteError(
-            f'{target} could not be written ({error.__context__ or error}): free some space, change the permissions, or '
-            f'choose another folder. Files written before are untouched.'
-        ) from error
+        text = f'{target} could not be written ({error.__context__ or error})'
+        raise CheckpointWriteError(f'{text}: free space, change the permissions, or choose another folder.') from error
     finally:
         remove(part)
 

@@ -305,10 +305,8 @@ def read_apex(amp: Any, label: str) -> list[dict[str, Any]]:
     """
     names = [f'loss_scaler{index}' for index in range(max(1, len(as_dict(amp, label))))]
     if missing := [name for name in names if name not in amp]:
-        raise AmpCheckpointError(
-            f'{label}[{missing[0]!r}] is missing (found: {", ".join(map(str, amp)) or "nothing"}): apex numbers its loss '
-            f'scalers from 0 without a hole and saves nothing else. To go on without them, remove the key {label!r}.'
-        )
+        text = f'{label}[{missing[0]!r}] is missing (found: {", ".join(map(str, amp)) or "nothing"})'
+        raise AmpCheckpointError(f'{text}: apex saves one for each loss. To go on without them, remove {label!r}.')
     states = []
     for name in names:
         check_scale(amp[name], 'loss_scale', 'unskipped', f'{label}[{name!r}]')

@@ -15,6 +15,7 @@ from mmengine.config import ConfigDict
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader, Runner
+from torch import nn
 
 from ..checkpoint import file
 from ..errors import AmpCheckpointError
@@ -48,11 +49,13 @@ class LocalLoader:
 
     Attributes:
         path: What was read last: mmengine tells hooks what is in a file, and not which it is.
+        model: The model in whose layout folders are read.
     """
 
     #: For mmengine's log.
     __name__ = 'load_from_local'
     path: Path | None = None
+    model: nn.Module | None = None
 
     def __call__(self, filename: str, map_location: Any) -> Any:
         """Read a checkpoint.
@@ -68,7 +71,9 @@ class LocalLoader:
         self.path = path = Path(filename).expanduser()
         if not path.exists():
             raise FileNotFoundError(f'{filename} can not be found.')
-        return shard_files.load_folder(path, map_location) if path.is_dir() else file.load(path, map_location)
+        return (
+            shard_files.load_folder(path, map_location, self.model) if path.is_dir() else file.load(path, map_location)
+        )
 
 
 local_loader = LocalLoader()

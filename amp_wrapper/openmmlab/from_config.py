@@ -6,13 +6,11 @@ import argparse
 import copy
 import itertools
 import logging
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
@@ -22,7 +20,7 @@ from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import ApexOptimWrapper as StockApexOptimWrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import MODELS, OPTIM_WRAPPERS, DefaultScope
-from mmengine.runner import Runner
+from mmengine.runner import Runner, set_random_seed
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from mmengine.runner.checkpoint import _load_checkpoint, _load_checkpoint_to_model
 from torch import Tensor, nn
@@ -222,11 +220,8 @@ def _scope(cfg: Config) -> Any:
 def seeded(cfg: Config) -> Iterator[None]:
     """Begin random numbers with the seed of the config inside, and restore their states outside."""
     before = random_state.capture()
-    seed = (cfg.get('randomness') or {}).get('seed') or 0
     try:
-        random.seed(seed)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
+        set_random_seed((cfg.get('randomness') or {}).get('seed') or 0)
         yield
     finally:
         random_state.restore(before)

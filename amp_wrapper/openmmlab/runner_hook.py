@@ -248,8 +248,11 @@ def load_or_resume(original: Callable[..., None], runner: Any) -> None:
     sharding.shard_model_of(runner)
     if runner._resume and runner._load_from is None and not runner._has_loaded and '://' not in runner.work_dir:
         runner._load_from = files.newest(runner.work_dir)
-    with shard_files.loading(runner):
+    files.local_loader.model = inner_model(runner.model)
+    try:
         original(runner)
+    finally:
+        files.local_loader.model = None
     if runner._resume:
         _follow_length(runner)
 
@@ -261,10 +264,7 @@ def _follow_length(runner: Any) -> None:
         return
     first, length = loop.epoch * len(loop.dataloader), len(loop.dataloader)
     if not first <= loop.iter <= first + length:
-        warn(
-            f'the checkpoint was saved at iteration {loop.iter}, and epoch {loop.epoch + 1} of {length} iterations begins at '
-            f'{first}, where the training goes on: look at schedules that count iterations'
-        )
+        warn(f'iteration {loop.iter} of the file becomes {first}, where epoch {loop.epoch + 1} begins: check schedules')
         loop._iter = first
     elif loop.iter > first and not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
         warn('the file is of the middle of an epoch, which mmengine begins again: add amp_wrapper.ExactResumeHook')

@@ -14,7 +14,6 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from ..checkpoint import file
 from ..errors import AmpCheckpointError, CheckpointWriteError
 from ..shards import any_sharded, is_sharded, shard_like, whole
 from ..torch_internals import is_zero
-from .attaching import inner_model
 from .sharding import MMFullyShard
 
 #: The parts of a folder: shards, what is not sharded, and the list of files with their checksums.
@@ -44,8 +42,6 @@ METADATA_CLASSES = {
     'collections': ('OrderedDict',),
     'pathlib': ('PosixPath', 'WindowsPath', 'PurePosixPath', 'PureWindowsPath'),
 }
-# the model whose layout shards are read in
-_loading: ContextVar[nn.Module | None] = ContextVar('_loading', default=None)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -197,20 +193,6 @@ def _look_at(path: Path) -> list[int]:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def loading(runner: Any) -> Iterator[None]:
-    """Inside, folders are read in the layout of a runner's model: each rank reads its own shards.
-
-    Args:
-        runner: Its model is sharded or not.
-    """
-    token = _loading.set(inner_model(runner.model))
-    try:
-        yield
-    finally:
-        _loading.reset(token)
-
-
 def verify_folder(path: Path) -> None:
     """Compare every file of a folder with its checksum.
 
@@ -239,15 +221,16 @@ class _Metadata(pickle.Unpickler):
         raise AmpCheckpointError(f'a metadata file is refused: it asks for {module}.{name} while it is read.')
 
 
-def load_folder(path: Path, map_location: Any = 'cpu') -> Any:
+def load_folder(path: Path, map_location: Any = 'cpu', model: nn.Module | None = None) -> Any:
     """Read a folder, on any number of ranks, under ``weights_only=True``. No communication.
 
     Args:
         path: The folder.
         map_location: Where whole tensors go to.
+        model: Each rank reads its own shards of what has the shape of a sharded parameter of this model.
 
     Returns:
-        What was saved; inside of :func:`loading`, with shards where a parameter of this shape is sharded.
+        What was saved.
 
     Raises:
         AmpCheckpointError: Missing, incomplete or changed files, or one that would run code.
@@ -259,7 +242,6 @@ def load_folder(path: Path, map_location: Any = 'cpu') -> Any:
     rest = file.load(path / REST, map_location)
     with open(path / TENSORS / '.metadata', 'rb') as stream:
         metadata = _Metadata(stream).load()
-    model = _loading.get()
     layouts = {} if model is None else {each.shape: each for each in model.parameters() if is_sharded(each)}
     device = map_location if isinstance(map_location, (str, torch.device)) else 'cpu'
     tensors: dict[str, Tensor] = {}
