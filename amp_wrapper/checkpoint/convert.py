@@ -131,9 +131,7 @@ def _optimizer(saved: SavedAmp) -> Iterable[tuple[str, str]]:
         yield 'accumulated', f'gradients of {len(waiting)} parameters'
 
 
-def to_weights(
-    file: Mapping[str, Any], dtype: torch.dtype, weights: str = 'average'
-) -> tuple[dict[str, Any], list[str]]:
+def to_weights(file: Any, dtype: torch.dtype, weights: str = 'average') -> tuple[dict[str, Any], list[str]]:
     """Take out the weights alone, in one floating type.
 
     float16, bfloat16 and float32 tensors are cast; integer, boolean, complex and float64 ones are left alone. In

@@ -163,7 +163,11 @@ def read(state: Any, form: Collection[str] | None = None) -> SavedAmp:
         found = ', '.join(map(str, rest)) or 'nothing'
         raise AmpCheckpointError(f'the optimizer state has no key {sorted(missing)[0]!r} (found: {found}){remedy}.')
     if 'apex_amp' in rest or is_apex(rest.get('amp')):
-        return _read_apex(rest, 'apex_amp' if 'apex_amp' in rest else 'amp')
+        label, *others = [key for key in ('apex_amp', 'loss_scaler', 'amp') if key in rest]
+        if others:
+            keys = ', '.join([label, *others])
+            raise AmpCheckpointError(f'the optimizer state has several loss scales: remove all but one of {keys}.')
+        return SavedAmp('apex', rest, loss_scalers=read_apex(rest.pop(label), label))
     scaler, amp = rest.pop('loss_scaler', None), rest.pop('amp', None)
     if scaler is not None:
         check_scaler_state(scaler)
@@ -175,15 +179,6 @@ def read(state: Any, form: Collection[str] | None = None) -> SavedAmp:
         return SavedAmp('plain', rest)
     # a scaler is disabled where nothing is scaled (bfloat16), and then nothing in the file says which type it was
     return SavedAmp('stock', rest, opt_level='O1' if scaler else None, loss_scalers=[scaler])
-
-
-def _read_apex(rest: dict[str, Any], label: str) -> SavedAmp:
-    both = [key for key in ('apex_amp', 'loss_scaler', 'amp') if key in rest]
-    if len(both) > 1:
-        raise AmpCheckpointError(
-            f'the optimizer state has several loss scales: remove all but one of {", ".join(both)}.'
-        )
-    return SavedAmp('apex', rest, loss_scalers=read_apex(rest.pop(label), label))
 
 
 def _read_own(rest: dict[str, Any], amp: Mapping[str, Any]) -> SavedAmp:

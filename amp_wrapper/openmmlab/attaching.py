@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.structures import BaseDataElement
@@ -95,6 +96,15 @@ def wrappers_of(runner: Any) -> dict[str, Any]:
         runner: Whose wrapper is built or not.
     """
     return amp_wrappers(getattr(runner, 'optim_wrapper', None))
+
+
+def averages_of(runner: Any) -> list[BaseAveragedModel]:
+    """Return the averages of the model that a runner has.
+
+    Args:
+        runner: Whose hooks have made them, or will.
+    """
+    return [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
 
 
 def inner_model(model: Any) -> nn.Module:

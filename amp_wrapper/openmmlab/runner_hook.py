@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.hooks import CheckpointHook, EMAHook, Hook, LoggerHook
+from mmengine.hooks import CheckpointHook, Hook, LoggerHook
 from mmengine.model import BaseDataPreprocessor, BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
@@ -22,7 +22,7 @@ from ..checkpoint import file
 from ..errors import AmpCheckpointError, some
 from ..policy.options import is_whole
 from . import files, shard_files, sharding
-from .attaching import amp_wrappers, inner_model, wrappers_of
+from .attaching import amp_wrappers, averages_of, inner_model, wrappers_of
 from .exact_resume import ExactResumeHook
 from .log import follow_runners, log, warn
 
@@ -161,9 +161,8 @@ def check(runner: Any, checkpoint: Any) -> None:
         # mmengine takes this prefix off, too
         weights = {name.removeprefix('module.'): value for name, value in checkpoint['state_dict'].items()}
         _check_names(inner_model(runner.model), weights, getattr(checkpoint['state_dict'], '_metadata', None))
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook) and 'ema_state_dict' in checkpoint:
-                _check_names(hook.ema_model, checkpoint['ema_state_dict'])
+        for average in averages_of(runner) if 'ema_state_dict' in checkpoint else ():
+            _check_names(average, checkpoint['ema_state_dict'])
         if 'optimizer' in checkpoint:
             _check_optimizers(runner.optim_wrapper, checkpoint['optimizer'])
         else:
@@ -242,8 +241,7 @@ def load_or_resume(original: Callable[..., None], runner: Any) -> None:
     follow_runners()
     if not any(isinstance(hook, AmpRunnerHook) for hook in runner.hooks):
         runner.register_hook(AmpRunnerHook())
-    averages = [hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)]
-    for model in (inner_model(runner.model), *averages):
+    for model in map(inner_model, (runner.model, *averages_of(runner))):
         _name_plainly(model)
     sharding.shard_model_of(runner)
     if runner._resume and runner._load_from is None and not runner._has_loaded and '://' not in runner.work_dir:

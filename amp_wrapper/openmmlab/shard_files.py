@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
-from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from ..checkpoint import file
 from ..errors import AmpCheckpointError, CheckpointWriteError
 from ..shards import any_sharded, is_sharded, shard_like, whole
 from ..torch_internals import is_zero
+from .attaching import averages_of
 from .sharding import MMFullyShard
 
 #: The parts of a folder: shards, what is not sharded, and the list of files with their checksums.
@@ -74,8 +74,7 @@ def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kw
             # mmengine's is for rank 0 alone
             original.__wrapped__(runner, *args, **kwargs)  # type: ignore[attr-defined]
             return
-        averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
-        owners = [runner.model.module, *averages, *([wrapper] if isinstance(wrapper, OptimWrapper) else [])]
+        owners = [runner.model.module, *averages_of(runner), *([wrapper] if isinstance(wrapper, OptimWrapper) else [])]
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     with contextlib.ExitStack() as stack:
@@ -279,8 +278,7 @@ def shard_checkpoint(runner: Any, checkpoint: dict[str, Any]) -> None:
     model = runner.model
     if not (isinstance(model, MMFullyShard) and model.is_sharded):
         return
-    averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
-    for key, owner in (('state_dict', model.module), *(('ema_state_dict', average) for average in averages)):
+    for key, owner in (('state_dict', model.module), *(('ema_state_dict', each) for each in averages_of(runner))):
         if key in checkpoint:
             distributed_internals.reshard(owner)
             mine = {name: p for name, p in owner.named_parameters(remove_duplicate=False) if is_sharded(p)}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from mmengine.device import get_device
-from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, MMDistributedDataParallel
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import Policy, resolve
 from ..policy.options import is_count, plain
 from ..registry import MODEL_WRAPPERS
-from .attaching import amp_wrappers
+from .attaching import amp_wrappers, averages_of
 from .log import log
 
 #: How a sharded model is saved: a whole file by rank 0, or a folder to which each rank writes its shards.
@@ -212,10 +211,9 @@ def shard_model_of(runner: Any) -> None:
     if not isinstance(wrapper, (OptimWrapper, OptimWrapperDict)):
         # nothing trains yet, or ever: the model is whole on each rank, as it was built
         return
-    averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
     policy, apart = policy_of(wrapper), isinstance(wrapper, OptimWrapperDict)
     members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-    model.shard(policy, [member.optimizer for member in members], averages[0] if averages else None, apart)
+    model.shard(policy, [member.optimizer for member in members], next(iter(averages_of(runner)), None), apart)
     shape = ' x '.join(map(str, model._mesh.shape))
     log(f'the model is sharded over {shape} processes, for {policy.describe()}')
 
