@@ -203,7 +203,7 @@ def check_groups(saved: SavedAmp, optimizer: Optimizer) -> None:
     """
     theirs, mine = saved.optimizer['param_groups'], optimizer.param_groups
     if len(theirs) != len(mine):
-        raise AmpCheckpointError(f"'param_groups' has {len(theirs)} groups, not {len(mine)}: load the weights only.")
+        raise AmpCheckpointError(f'there are {len(theirs)} parameter groups, not {len(mine)}: load the weights only.')
     # what other libraries keep is theirs to know
     is_known = type(optimizer).__module__.startswith(('torch.optim', 'amp_wrapper.optim'))
     needed = set(optimizer.defaults) - _ADDED if is_known else set()

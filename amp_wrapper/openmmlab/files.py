@@ -125,7 +125,7 @@ def _restricted_getattr(owner: Any, name: str) -> Any:
     """``getattr`` for unpickling HistoryBuffer's statistics, and for nothing else."""
     if owner is HistoryBuffer and name in ('min', 'max', 'mean', 'current'):
         return getattr(owner, name)
-    raise pickle.UnpicklingError(f'the file asks for getattr({owner!r}, {name!r}), as no file of mmengine does.')
+    raise pickle.UnpicklingError(f'the file asks for getattr({owner!r}, {name!r}), not a statistic of HistoryBuffer.')
 
 
 def _allow_classes() -> None:
