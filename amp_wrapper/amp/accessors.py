@@ -226,8 +226,8 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         raise AmpCheckpointError(f"{error} Hand over what amp.state_dict() gave: checkpoint['amp'].") from None
     if len(saved) != len(scalers) and speaks:
         logger.warning(
-            f'amp: {len(saved)} loss scales were saved, and {len(scalers)} are configured, of {len(sessions)} calls of '
-            f'amp.initialize() whose optimizers somebody holds: optimizers=optimizer loads those of one call.'
+            f'amp: {len(saved)} loss scales were saved, and {len(scalers)} are configured (none where mixed precision is not '
+            f'enabled), of {len(sessions)} calls of amp.initialize() that live: optimizers=optimizer loads those of one.'
         )
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):

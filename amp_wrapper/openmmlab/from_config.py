@@ -18,7 +18,7 @@ from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import ApexOptimWrapper as StockApexOptimWrapper
-from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import MODELS, OPTIM_WRAPPERS, DefaultScope
 from mmengine.runner import Runner, set_random_seed
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
@@ -197,15 +197,18 @@ def _build_model(cfg: Config) -> BaseModel:
 
 def _build_wrapper(cfg: Config, model: nn.Module) -> OptimWrapper:
     wrapper_cfg = copy.deepcopy(cfg.get('optim_wrapper') or {})
-    if 'optimizer' not in wrapper_cfg:
+    wrapper = None
+    if 'optimizer' in wrapper_cfg:
+        with _building(cfg):
+            kind = wrapper_cfg.get('type', OptimWrapper)
+            kind = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+            if kind in (TorchAmpOptimWrapper, StockApexOptimWrapper):
+                # they need a GPU or apex; this one takes their arguments, and GradScaler has no ceiling
+                wrapper_cfg.update(type=AmpOptimWrapper, max_loss_scale=None)
+            wrapper = build_optim_wrapper(model, wrapper_cfg)
+    if wrapper is None or isinstance(wrapper, OptimWrapperDict):
         raise AmpConfigError([f'optim_wrapper must have one optimizer; for none or several, {_SCRIPT}.'])
-    with _building(cfg):
-        kind = wrapper_cfg.get('type', OptimWrapper)
-        kind = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-        if kind in (TorchAmpOptimWrapper, StockApexOptimWrapper):
-            # they need a GPU or apex; this one takes their arguments, and GradScaler has no ceiling
-            wrapper_cfg.update(type=AmpOptimWrapper, max_loss_scale=None)
-        return build_optim_wrapper(model, wrapper_cfg)
+    return wrapper
 
 
 def _scope(cfg: Config) -> Any:
