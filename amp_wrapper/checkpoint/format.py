@@ -173,16 +173,12 @@ def read(state: Any, form: Collection[str] | None = None) -> SavedAmp:
         check_scaler_state(scaler)
         scaler = dict(scaler)
         amp = scaler.pop('amp', amp)
-    if amp is not None:
-        return _read_own(rest, as_dict(amp, 'amp'))
-    if scaler is None:
+    if amp is None and scaler is None:
         return SavedAmp('plain', rest)
-    # a scaler is disabled where nothing is scaled (bfloat16), and then nothing in the file says which type it was
-    return SavedAmp('stock', rest, opt_level='O1' if scaler else None, loss_scalers=[scaler])
-
-
-def _read_own(rest: dict[str, Any], amp: Mapping[str, Any]) -> SavedAmp:
-    if amp.get('version') != FORMAT_VERSION:
+    if amp is None:
+        # a scaler is disabled where nothing is scaled (bfloat16), and then nothing in the file says which type it was
+        return SavedAmp('stock', rest, opt_level='O1' if scaler else None, loss_scalers=[scaler])
+    if as_dict(amp, 'amp').get('version') != FORMAT_VERSION:
         raise AmpCheckpointError(f"amp['version']={amp.get('version')!r} is unknown: upgrade amp_wrapper.")
     if missing := [key for key in ('opt_level', 'properties', 'loss_scalers') if not amp.get(key)]:
         raise AmpCheckpointError(f"'amp' has no {missing[0]!r}: the file is damaged.")

@@ -154,14 +154,13 @@ class AmpMonitorHook(Hook):
         """Begin to watch."""
         # of a training that an exception has ended
         self.after_train(runner)
-        wrappers = wrappers_of(runner)
+        wrappers, model = wrappers_of(runner), [inner_model(runner.model)]
         engines = {name: wrapper._engine for name, wrapper in wrappers.items()}
         for name, wrapper in wrappers.items():
             if wrapper.policy.enabled:
                 logs = {'the visualizer': partial(_show, runner, wrapper.log_prefix.removeprefix('train/'))}
                 words: Any = dict(reports=Path(runner.work_dir), name=name, around=_own_message_hub)
                 attach = attach_members(engines, name)
-                model = [inner_model(runner.model)]
                 self._watches.append(TrainingWatch(engines[name], model, attach, self._options, logs, **words))
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
@@ -206,17 +205,15 @@ def attach_members(members: Mapping[str, Engine], chosen: str) -> Attach:
         if len(members) == 1:
             attaching.attach(engine, copied)
             return
-        by_name = dict(copied.named_parameters())
-        owned = {
-            name: [by_name[engine.name(weight)] for weight in engine.weights() if engine.name(weight) in by_name]
-            for name, engine in members.items()
-        }
+        by_name, made = dict(copied.named_parameters()), list[Engine]()
         for name, other in members.items():
             policy = engine.policy if name == chosen else other.policy
-            if owned[name]:
+            owned = [by_name[other.name(weight)] for weight in other.weights() if other.name(weight) in by_name]
+            if owned:
                 # it steps nothing: it says which parameters are whose
-                member = Engine(policy, torch.optim.SGD(owned[name], lr=0.0))
-                foreign = [p for other, mine in owned.items() if other != name for p in mine]
-                attaching.attach(member, copied, foreign)
+                made.append(Engine(policy, torch.optim.SGD(owned, lr=0.0)))
+        for member in made:
+            member.join(other for other in made if other is not member)
+        attaching.attach_members(made[0], copied)
 
     return attach

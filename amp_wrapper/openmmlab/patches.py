@@ -67,8 +67,7 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
     ours = attaching.amp_wrappers(wrappers)
     for name, member in ours.items():
         member.join([other for other in members.values() if other is not member], name)
-    policies = {name: member.policy for name, member in ours.items()}
-    half = [name for name, each in policies.items() if torch.float16 in (each.cast_model_type, each.autocast_dtype)]
+    half = [name for name, member in ours.items() if member.policy.half_type is torch.float16]
     for name, member in ours.items():
         scaled = any(not scaler.is_one for scaler in member.loss_scalers)
         if not scaled and member.policy.enabled and member.policy.verbosity >= 1 and set(half) - {name}:
