@@ -21,15 +21,13 @@ from torch.optim import Optimizer
 
 from .. import distributed_internals
 from ..casting.sharding import Sharding, begin_alike, shard
-from ..errors import AmpAttachError, AmpConfigError, nearest, some
+from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import Policy, resolve
 from ..policy.options import is_count, plain
 from ..registry import MODEL_WRAPPERS
 from .attaching import amp_wrappers, averages_of
 from .log import log
 
-#: How a sharded model is saved: a whole file by rank 0, or a folder to which each rank writes its shards.
-KINDS = ('whole', 'sharded')
 #: What of a policy decides how a model is sharded.
 _DECISIVE = ('enabled', 'cast_model_type', 'master_weights', 'keep_batchnorm_fp32', 'keep_fp32', 'accumulate_in_fp32')
 
@@ -74,9 +72,8 @@ class MMFullyShard(nn.Module):
         **sharding: Any,
     ) -> None:
         super().__init__()
-        if checkpoints not in KINDS:
-            near = nearest(str(checkpoints), KINDS)
-            raise AmpConfigError([f"checkpoints={checkpoints!r}{near} must be 'whole' or 'sharded'."])
+        if checkpoints not in ('whole', 'sharded'):
+            raise AmpConfigError([f"checkpoints={checkpoints!r} must be 'whole' or 'sharded'."])
         self.module = module
         self.checkpoints = checkpoints
         self._mesh, self._options = mesh_of(mesh), sharding
