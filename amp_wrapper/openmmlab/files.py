@@ -48,11 +48,13 @@ class LocalLoader:
     """Reads local checkpoints for mmengine, files and folders of shards.
 
     Attributes:
+        path: What was read last: mmengine tells hooks what is in a file, and not which it is.
         model: The model in whose layout folders are read.
     """
 
     #: For mmengine's log.
     __name__ = 'load_from_local'
+    path: Path | None = None
     model: nn.Module | None = None
 
     def __call__(self, filename: str, map_location: Any) -> Any:
@@ -66,7 +68,7 @@ class LocalLoader:
             AmpCheckpointError: Truncated, changed, no checkpoint at all, or one that would run code.
             FileNotFoundError: Missing, as in mmengine.
         """
-        path = Path(filename).expanduser()
+        self.path = path = Path(filename).expanduser()
         if not path.exists():
             raise FileNotFoundError(f'{filename} can not be found.')
         return (

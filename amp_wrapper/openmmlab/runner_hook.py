@@ -151,6 +151,7 @@ def check(runner: Any, checkpoint: Any) -> None:
     Raises:
         AmpCheckpointError: Names what does not fit.
     """
+    path, files.local_loader.path = files.local_loader.path, None
     try:
         lost = [key for key in ('meta', 'state_dict', 'message_hub') if not isinstance(checkpoint.get(key), Mapping)]
         if not lost:
@@ -170,7 +171,7 @@ def check(runner: Any, checkpoint: Any) -> None:
             _check_schedules(checkpoint['param_schedulers'], runner.param_schedulers)
     except Exception as error:  # load hooks of models may raise anything
         text = ' '.join(str(error).split())
-        raise AmpCheckpointError(f'{runner._load_from} cannot be resumed from: {text}') from error
+        raise AmpCheckpointError(f'{path or runner._load_from} cannot be resumed from: {text}') from error
 
 
 def _check_names(module: nn.Module, saved: Mapping[str, Any], versions: Any = None) -> None:
