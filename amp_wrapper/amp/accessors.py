@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..diagnostics.watch import OPTIONS, LinesFile, Log, TrainingWatch
 from ..engine import Engine, attach_together
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, logger, short
 from ..policy.nested import parameters_of
-from .registry import registry
+from .registry import Optimizers, registry
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -169,9 +169,7 @@ def monitor(
     return TrainingWatch(engines[0] if engines else None, models, attach, options, logs, place)
 
 
-def state_dict(
-    destination: dict[str, Any] | None = None, optimizers: Optimizer | Sequence[Optimizer] | None = None
-) -> dict[str, Any]:
+def state_dict(destination: dict[str, Any] | None = None, optimizers: Optimizers | None = None) -> dict[str, Any]:
     """The loss scales in apex's form: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``. Syncs.
 
     Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none. A
@@ -203,7 +201,7 @@ def state_dict(
     return result
 
 
-def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Sequence[Optimizer] | None = None) -> None:
+def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizers | None = None) -> None:
     """Take over loss scales from :func:`state_dict`, or from ``apex.amp.state_dict()``.
 
     Models and optimizers load their own states, before or after :func:`initialize`.

@@ -28,6 +28,8 @@ from .functions import cast_models
 
 #: Of :mod:`.session`, which knows this file.
 Session: TypeAlias = Any
+#: One or several.
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 
 
 def listed(value: Any, kind: type, name: str) -> list[Any]:

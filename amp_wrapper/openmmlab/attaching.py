@@ -19,6 +19,9 @@ from ..engine.ddp import check_foreign_wrapper
 from ..policy.levels import Policy
 from ..policy.nested import HALF_TYPES, map_tensors, parameters_of
 
+#: What the engine leaves alone, and what stays FP32 as an average.
+LEAVE, AVERAGES = (BaseDataPreprocessor,), (BaseAveragedModel,)
+
 
 def attach(engine: Engine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
     """Attach an engine to a model of mmengine: preprocessors are left alone, averages and data elements leave in FP32.
@@ -32,14 +35,8 @@ def attach(engine: Engine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> 
     known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
     if not known and (engine.policy.casts_model or engine.policy.accumulate_in_fp32):
         check_foreign_wrapper(model)
-    engine_attach(
-        engine,
-        model if known else cast(nn.Module, model.module),
-        leave=(BaseDataPreprocessor,),
-        average=(BaseAveragedModel,),
-        foreign=foreign,
-        enter=cast_data_element,
-    )
+    inner = model if known else cast(nn.Module, model.module)
+    engine_attach(engine, inner, LEAVE, AVERAGES, foreign, cast_data_element)
     hugging_face.watch()
     if engine.optimizer is not None:
         refuse_direct_steps(engine)
@@ -113,5 +110,4 @@ def inner_model(model: Any) -> nn.Module:
     Args:
         model: Wrapped or not.
     """
-    inner: nn.Module = model.module if is_model_wrapper(model) else model
-    return inner
+    return cast(nn.Module, model.module if is_model_wrapper(model) else model)

@@ -203,17 +203,10 @@ def suggest_level(args: argparse.Namespace) -> int:
     _check_files(args)
     built = FromConfig(args.config, args.cfg_options, args.checkpoint, args.device)
     optimizer, given = built.make_optimizer(built.model), built.policy.overrides
-    found = suggest(
-        _task_of(built),
-        built.loss_fn,
-        built.batches(max(args.steps, 1)),
-        {name: given[name] for name in given if name in _SHARED or name.endswith('loss_scale')},
-        args.levels,
-        f'{type(optimizer).__name__} of the config, with a learning rate of {optimizer.defaults.get("lr")}',
-        steps=args.steps,
-        seed=args.seed,
-        prefer=args.prefer,
-    )
+    label = f'{type(optimizer).__name__} of the config, with a learning rate of {optimizer.defaults.get("lr")}'
+    shared = {name: given[name] for name in given if name in _SHARED or name.endswith('loss_scale')}
+    batches, options = built.batches(max(args.steps, 1)), dict(steps=args.steps, seed=args.seed, prefer=args.prefer)
+    found = suggest(_task_of(built), built.loss_fn, batches, shared, args.levels, label, **options)
     _show(found, args)
     return 130 if found.data['interrupted'] else 0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from mmengine.device import get_device
-from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, MMDistributedDataParallel
+from mmengine.model import BaseAveragedModel, MMDistributedDataParallel
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,9 +25,11 @@ from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import Policy, resolve
 from ..policy.options import is_count, plain
 from ..registry import MODEL_WRAPPERS
-from .attaching import amp_wrappers, averages_of
+from .attaching import AVERAGES, LEAVE, amp_wrappers, averages_of
 from .log import log
 
+#: How a config may describe a mesh.
+Mesh = DeviceMesh | Sequence[int] | None
 #: What of a policy decides how a model is sharded.
 _DECISIVE = ('enabled', 'cast_model_type', 'master_weights', 'keep_batchnorm_fp32', 'keep_fp32', 'accumulate_in_fp32')
 
@@ -53,7 +55,7 @@ class MMFullyShard(nn.Module):
             averaged, in ``reduce_dtype``, which is FP32 then unless another one is given.
         checkpoints: 'whole': rank 0 puts the states together and writes a file. 'sharded': each rank writes its own shards to a
             folder, which is read by any number of ranks.
-        **sharding: ``blocks``, ``reduce_dtype``, ``reshard_after_forward`` and ``offload``, as for
+        **given: ``blocks``, ``reduce_dtype``, ``reshard_after_forward`` and ``offload``, as for
             :func:`amp_wrapper.fully_shard`.
 
     Raises:
@@ -64,19 +66,14 @@ class MMFullyShard(nn.Module):
     survives_cast = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh | Sequence[int] | None = None,
-        no_sync: bool = False,
-        checkpoints: str = 'whole',
-        **sharding: Any,
+        self, module: nn.Module, mesh: Mesh = None, *, no_sync: bool = False, checkpoints: str = 'whole', **given: Any
     ) -> None:
         super().__init__()
         if checkpoints not in ('whole', 'sharded'):
             raise AmpConfigError([f"checkpoints={checkpoints!r} must be 'whole' or 'sharded'."])
         self.module = module
         self.checkpoints = checkpoints
-        self._mesh, self._options = mesh_of(mesh), sharding
+        self._mesh, self._options = mesh_of(mesh), given
         self._accumulates_apart = no_sync
         self._holds_back = False
         # what cannot mean anything at any level is an error now
@@ -109,16 +106,15 @@ class MMFullyShard(nn.Module):
         """
         if self.is_sharded:
             return
-        leave, averages = (BaseDataPreprocessor,), (BaseAveragedModel,)
         options = dict(self._options)
         if self._accumulates_apart and policy.casts_model and options.get('reduce_dtype') is None:
             # torch adds up in this type what is averaged later
             options['reduce_dtype'] = 'float32'
         chosen = Sharding.of(self._mesh, options, policy)
-        shard(_parts(self.module, apart), policy, chosen, optimizers, leave, averages)
+        shard(_parts(self.module, apart), policy, chosen, optimizers, LEAVE, AVERAGES)
         if average is not None:
             chosen = dataclasses.replace(chosen, reduce_dtype=None)
-            shard(_parts(average.module, apart), resolve('O0'), chosen, (), leave, averages)
+            shard(_parts(average.module, apart), resolve('O0'), chosen, (), LEAVE, AVERAGES)
             # what it was made with
             named = dict(average.module.named_parameters())
             average.avg_parameters = average.module.state_dict() if average.update_buffers else named
@@ -170,7 +166,7 @@ def _parts(model: nn.Module, apart: bool) -> list[nn.Module]:
     return [child for child in model.children() if any(True for _ in child.parameters())]
 
 
-def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
+def mesh_of(mesh: Mesh) -> DeviceMesh:
     """The mesh that a config describes, on mmengine's device.
 
     Raises:
