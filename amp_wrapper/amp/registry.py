@@ -117,7 +117,7 @@ class Registry:
         unknown = [type(optimizer).__name__ for optimizer in given if optimizer not in self._sessions]
         if unknown or not given:
             names = some(unknown) or 'an empty list of optimizers'
-            raise AmpUsageError(f'{names} was not initialised, as no copy is: amp.initialize([], optimizer) does it.')
+            raise AmpUsageError(f'{names} was not initialised, as no copy is: call amp.initialize(model, optimizer).')
         engines: list[Engine] = []
         for optimizer in given:
             session = self.session_of(optimizer)

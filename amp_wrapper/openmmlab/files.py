@@ -71,9 +71,9 @@ class LocalLoader:
         self.path = path = Path(filename).expanduser()
         if not path.exists():
             raise FileNotFoundError(f'{filename} can not be found.')
-        return (
-            shard_files.load_folder(path, map_location, self.model) if path.is_dir() else file.load(path, map_location)
-        )
+        if path.is_dir():
+            return shard_files.load_folder(path, map_location, self.model)
+        return file.load(path, map_location)
 
 
 local_loader = LocalLoader()

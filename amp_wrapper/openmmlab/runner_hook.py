@@ -199,9 +199,7 @@ def _check_schedules(saved: Any, built: Any) -> None:
     """mmengine zips the two, and a schedule takes over whatever a file has."""
     states, schedulers = (list(itertools.chain(*x.values())) if isinstance(x, dict) else x for x in (saved, built))
     if len(states) != len(schedulers):
-        raise AmpCheckpointError(
-            f'param_schedulers has {len(states)} entries, not {len(schedulers)}: load weights only.'
-        )
+        raise AmpCheckpointError(f'there are {len(states)} param_schedulers, not {len(schedulers)}: load weights only.')
     for index, (state, scheduler) in enumerate(zip(states, schedulers)):
         known = scheduler.state_dict()
         lost = [key for key in ('last_step', '_global_step', 'base_values') if key in known and key not in state]
