@@ -180,9 +180,7 @@ def mesh_of(mesh: Mesh) -> DeviceMesh:
     sizes = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
     shape = tuple(map(plain, sizes))
     if len(shape) not in (1, 2) or not all(map(is_count, shape)) or torch.Size(shape).numel() != world:
-        raise AmpConfigError(
-            [f'mesh={mesh!r} must be None, or one size or two whose product is the {world} processes.']
-        )
+        raise AmpConfigError([f'mesh={mesh!r} must be None, or one size or two whose product is the {world} ranks.'])
     names = ('replicate', 'shard')[-len(shape) :]
     return init_device_mesh(torch.device(get_device()).type, shape, mesh_dim_names=names)
 
