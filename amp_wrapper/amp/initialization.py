@@ -122,8 +122,9 @@ def initialize(  # type: ignore[misc]
     model_list = listed(models, nn.Module, 'models')
     optimizer_list = [] if optimizers is None else listed(optimizers, Optimizer, 'optimizers')
     registry.check_new(optimizer_list)
-    # without a mesh, sharding is an error
-    chosen = None if mesh is None and sharding is None else Sharding.of(mesh, sharding, policy)
+    if mesh is None and sharding is not None:
+        raise AmpConfigError([f'sharding={sharding!r} without a mesh: write mesh=..., or leave it out.'])
+    chosen = None if mesh is None else Sharding.of(mesh, sharding, policy)
     if policy.enabled:
         _check_models(model_list)
         if not model_list:

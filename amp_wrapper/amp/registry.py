@@ -116,8 +116,10 @@ class Registry:
         given = listed(optimizers, Optimizer, 'optimizers')
         unknown = [type(optimizer).__name__ for optimizer in given if optimizer not in self._sessions]
         if unknown or not given:
-            names = some(unknown) or 'an empty list of optimizers'
-            raise AmpUsageError(f'{names} was not initialised, as no copy is: call amp.initialize(model, optimizer).')
+            text = f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy is'
+            raise AmpUsageError(
+                f'{text}: call amp.initialize(model, optimizer), or later amp.initialize([], optimizer).'
+            )
         engines: list[Engine] = []
         for optimizer in given:
             session = self.session_of(optimizer)

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], nn.Module], dict[str, Any
     "reduce_dtype.*'int8'": (AmpConfigError, Net, dict(sharding=dict(reduce_dtype='int8'))),
     "reshard_after_forward.*'no'": (AmpConfigError, Net, dict(sharding=dict(reshard_after_forward='no'))),
     'factor of': (ValueError, Net, dict(sharding=dict(reshard_after_forward=3))),
-    'mesh=None must be a DeviceMesh': (AmpConfigError, Net, dict(mesh=None, sharding=dict(blocks='Block'))),
+    'without a mesh': (AmpConfigError, Net, dict(mesh=None, sharding=dict(blocks='Block'))),
     'is shared with a module': (AmpAttachError, Tied, {}),
     'scalar parameters': (ValueError, Scalar, {}),
     'weight_norm.*parametrizations': (AmpAttachError, lambda: nn.utils.weight_norm(nn.Linear(3, 3)), {}),
