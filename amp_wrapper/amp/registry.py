@@ -117,9 +117,7 @@ class Registry:
         unknown = [type(optimizer).__name__ for optimizer in given if optimizer not in self._sessions]
         if unknown or not given:
             text = f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy is'
-            raise AmpUsageError(
-                f'{text}: call amp.initialize(model, optimizer), or later amp.initialize([], optimizer).'
-            )
+            raise AmpUsageError(f'{text}: call amp.initialize(model, optimizer), or amp.initialize([], optimizer).')
         engines: list[Engine] = []
         for optimizer in given:
             session = self.session_of(optimizer)
