@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .openmmlab.apex_optim_wrapper import ApexOptimWrapper as ApexOptimWrapper
     from .openmmlab.exact_resume import ExactResumeHook as ExactResumeHook
     from .openmmlab.hooks import AmpInferenceHook as AmpInferenceHook
+    from .openmmlab.hooks import AmpMonitorHook as AmpMonitorHook
     from .openmmlab.hooks import NonfiniteHook as NonfiniteHook
-    from .openmmlab.monitor_hook import AmpMonitorHook as AmpMonitorHook
     from .openmmlab.optim_wrapper import AmpOptimWrapper as AmpOptimWrapper
     from .openmmlab.optim_wrapper import TorchAmpOptimWrapper as TorchAmpOptimWrapper
     from .openmmlab.sharding import MMFullyShard as MMFullyShard
@@ -68,8 +68,7 @@ _NAMES = {
     'errors': 'AmpAttachError AmpCheckpointError AmpConfigError AmpError AmpUsageError CheckpointWriteError NonfiniteError '
     'OverflowStreakError',
     'openmmlab.apex_optim_wrapper': 'ApexOptimWrapper',
-    'openmmlab.hooks': 'AmpInferenceHook NonfiniteHook',
-    'openmmlab.monitor_hook': 'AmpMonitorHook',
+    'openmmlab.hooks': 'AmpInferenceHook AmpMonitorHook NonfiniteHook',
     'openmmlab.optim_wrapper': 'AmpOptimWrapper TorchAmpOptimWrapper',
     'openmmlab.exact_resume': 'ExactResumeHook',
     'openmmlab.sharding': 'MMFullyShard',

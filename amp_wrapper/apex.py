@@ -13,7 +13,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -168,14 +168,12 @@ class FusedRMSNorm(nn.RMSNorm):
         self.eps = 1e-5 if self.eps is None else self.eps
 
 
-class LossScale(NamedTuple):
+class LossScale(float):
     """One of ``amp._amp_state.loss_scalers``, to be read."""
-
-    value: float
 
     def loss_scale(self) -> float:
         """Return the present scale."""
-        return self.value
+        return float(self)
 
 
 class AmpState:

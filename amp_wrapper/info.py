@@ -35,28 +35,6 @@ def _version_of(module: str) -> str | None:
         return f'cannot be imported ({type(error).__name__}: {error})'
 
 
-def versions() -> dict[str, str | None]:
-    """Name to version; None for what is not there."""
-    return {
-        'amp_wrapper': __version__,
-        'Python': platform.python_version(),
-        'torch': str(torch.__version__),
-        'CUDA of torch': torch.version.cuda,
-        'mmengine': _version_of('mmengine'),
-        'mmcv': _version_of('mmcv'),
-    }
-
-
-def devices() -> dict[str, str]:
-    """Device to its description: the CPU, and every GPU that torch sees."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    found = {'cpu': f'{platform.machine()}, instruction set {capability}, {torch.get_num_threads()} threads'}
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        found[f'cuda:{index}'] = f'{torch.cuda.get_device_name(index)}, sm_{major}{minor}'
-    return found
-
-
 def ops() -> dict[str, str]:
     """What serves the ops.
 
@@ -69,14 +47,22 @@ def ops() -> dict[str, str]:
     return {**served, 'library': str(found.path or ''), 'reason': found.reason}
 
 
-def environment() -> dict[str, str | None]:
-    """Variables that change the ops, and their values; None where one is not set."""
-    return {name: os.environ.get(name) for name in VARIABLES}
-
-
 def report() -> dict[str, dict[str, Any]]:
-    """All of it, as plain data."""
-    return {'versions': versions(), 'devices': devices(), 'ops': ops(), 'environment': environment()}
+    """Collect all of it as plain data: None for a package that is not there, and for a variable that is not set."""
+    versions = {
+        'amp_wrapper': __version__,
+        'Python': platform.python_version(),
+        'torch': str(torch.__version__),
+        'CUDA of torch': torch.version.cuda,
+        **{name: _version_of(name) for name in ('mmengine', 'mmcv')},
+    }
+    capability = torch.backends.cpu.get_cpu_capability()
+    devices = {'cpu': f'{platform.machine()}, instruction set {capability}, {torch.get_num_threads()} threads'}
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        devices[f'cuda:{index}'] = f'{torch.cuda.get_device_name(index)}, sm_{major}{minor}'
+    environment = {name: os.environ.get(name) for name in VARIABLES}
+    return {'versions': versions, 'devices': devices, 'ops': ops(), 'environment': environment}
 
 
 def show(facts: Mapping[str, Mapping[str, Any]], as_json: bool = False) -> None:

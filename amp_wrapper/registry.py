@@ -23,7 +23,7 @@ def _child(parent: Registry, *locations: str) -> Registry:
 
 
 OPTIM_WRAPPERS = _child(mmengine_registry.OPTIM_WRAPPERS, 'openmmlab.optim_wrapper', 'openmmlab.apex_optim_wrapper')
-HOOKS = _child(mmengine_registry.HOOKS, 'openmmlab.hooks', 'openmmlab.monitor_hook', 'openmmlab.exact_resume')
+HOOKS = _child(mmengine_registry.HOOKS, 'openmmlab.hooks', 'openmmlab.exact_resume')
 MODEL_WRAPPERS = _child(mmengine_registry.MODEL_WRAPPERS, 'openmmlab.sharding')
 OPTIMIZERS = _child(mmengine_registry.OPTIMIZERS, 'optim')
 

@@ -99,10 +99,7 @@ class Layout:
         self.replicas = [widest.size() // _count_parts(tensor) for tensor in tensors]
         for mesh in meshes:
             if not set(widest.mesh.flatten().tolist()).issuperset(mesh.mesh.flatten().tolist()):
-                raise AmpUsageError(
-                    f'parameters are sharded over {mesh} and over {widest}, and neither has all ranks: one optimizer needs one '
-                    f'mesh that all of its parameters are on, or parts of it.'
-                )
+                raise AmpUsageError(f'one optimizer needs one mesh, or parts of one, not {mesh} beside {widest}.')
         self._device = widest.device_type
         world = torch.distributed.group.WORLD
         self.groups = [world] if world is not None and world.size() == widest.size() else widest.get_all_groups()

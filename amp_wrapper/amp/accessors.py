@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint import scales
+from ..checkpoint.format import read_apex, write_apex
 from ..diagnostics.step import read_options
 from ..diagnostics.watch import OPTIONS, LinesFile, Log, TrainingWatch
 from ..engine import Engine, attach_together
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, logger, short
 from ..policy.nested import parameters_of
-from .registry import registry
+from .registry import Optimizers, registry
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -169,9 +169,7 @@ def monitor(
     return TrainingWatch(engines[0] if engines else None, models, attach, options, logs, place)
 
 
-def state_dict(
-    destination: dict[str, Any] | None = None, optimizers: Optimizer | Sequence[Optimizer] | None = None
-) -> dict[str, Any]:
+def state_dict(destination: dict[str, Any] | None = None, optimizers: Optimizers | None = None) -> dict[str, Any]:
     """The loss scales in apex's form: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``. Syncs.
 
     Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none. A
@@ -199,11 +197,11 @@ def state_dict(
                 del state['hysteresis_tracker']
             scalers.append(state)
     result = {} if destination is None else destination
-    result.update(scales.write_apex(scalers))
+    result.update(write_apex(scalers))
     return result
 
 
-def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Sequence[Optimizer] | None = None) -> None:
+def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizers | None = None) -> None:
     """Take over loss scales from :func:`state_dict`, or from ``apex.amp.state_dict()``.
 
     Models and optimizers load their own states, before or after :func:`initialize`.
@@ -221,14 +219,13 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
     speaks = not sessions or any(session.policy.verbosity >= 1 for session in sessions)
     scalers = [scaler for session in sessions for scaler in session.scalers]
     try:
-        saved = scales.read_apex(state_dict, 'state_dict') if state_dict != {} else []
+        saved = read_apex(state_dict, 'state_dict') if state_dict != {} else []
     except AmpCheckpointError as error:
         raise AmpCheckpointError(f"{error} Hand over what amp.state_dict() gave: checkpoint['amp'].") from None
     if len(saved) != len(scalers) and speaks:
         logger.warning(
             f'amp: {len(saved)} loss scales were saved, and {len(scalers)} are configured (none where mixed precision is not '
-            f'enabled), of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds. As many as are '
-            f'on both sides are taken; amp.load_state_dict(state, optimizers=optimizer) loads those of one call.'
+            f'enabled), of {len(sessions)} calls of amp.initialize() that live: optimizers=optimizer loads those of one.'
         )
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):

@@ -160,16 +160,9 @@ def _register(module: Any, name: str, target: Target) -> None:
     if not isinstance(name, str):
         raise AmpConfigError([f'name={name!r} must be the name of an attribute, as a string.'])
     holder = getattr(module, '__qualname__', None) or getattr(module, '__name__', None) or repr(module)
-    value = getattr(module, name, None)
-    problem = ''
-    if not hasattr(module, name):
-        problem = f'does not exist{nearest(name, dir(module))}'
-    elif isinstance(value, type):
-        problem = 'is a class: name one of its methods'
-    elif not callable(value):
-        problem = f'is no function, but a {type(value).__name__}'
-    elif lookup.is_immutable(module):
-        problem = 'cannot be replaced: decorate or register the function that calls it'
+    problem = f'does not exist{nearest(name, dir(module))}'
+    if hasattr(module, name):
+        problem = lookup.unusable(getattr(module, name), module)
     if problem:
         raise AmpConfigError([f'{holder}.{name} {problem}.'])
     rules_of(module, name).target = target

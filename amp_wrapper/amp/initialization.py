@@ -181,10 +181,8 @@ def _of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Map
     kinds = {(each.opt_level, each.cast_model_type, each.autocast_dtype, each.master_weights) for each in found}
     models, levels = found[0], ' and '.join(dict.fromkeys(each.opt_level for each in found))
     if policy.opt_level not in ('O1', levels) or len(kinds) > 1:
-        raise AmpAttachError(
-            f'opt_level={policy.opt_level!r}, and the optimizers have parameters of models at {levels}: leave opt_level out, '
-            f'and call amp.initialize([], optimizer) for those of each model.'
-        )
+        text = f'opt_level={policy.opt_level!r}, and the parameters are those of models at {levels}'
+        raise AmpAttachError(f'{text}: leave opt_level out, and call amp.initialize([], optimizer) for each model.')
     decided = {name: value for name, value in _overrides(given).items() if not name.endswith('loss_scale')}
     if decided:
         text = 'was decided when the model was initialised: leave it out of amp.initialize([], optimizer).'

@@ -28,6 +28,8 @@ from .functions import cast_models
 
 #: Of :mod:`.session`, which knows this file.
 Session: TypeAlias = Any
+#: One or several.
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 
 
 def listed(value: Any, kind: type, name: str) -> list[Any]:
@@ -114,10 +116,8 @@ class Registry:
         given = listed(optimizers, Optimizer, 'optimizers')
         unknown = [type(optimizer).__name__ for optimizer in given if optimizer not in self._sessions]
         if unknown or not given:
-            raise AmpUsageError(
-                f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy of an optimizer is. Hand '
-                f'over every optimizer first: amp.initialize(model, optimizer), or amp.initialize([], optimizer) later on.'
-            )
+            text = f'{some(unknown) or "an empty list of optimizers"} was not initialised, as no copy is'
+            raise AmpUsageError(f'{text}: call amp.initialize(model, optimizer), or amp.initialize([], optimizer).')
         engines: list[Engine] = []
         for optimizer in given:
             session = self.session_of(optimizer)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..compiler_internals import eager_block
 from ..engine import Engine, StepResult, receiving, scale
 from ..engine.engine import StepObserver
 from ..engine.gradients import values_of
 from ..errors import AmpUsageError, logger
-from .registry import registry
+from .registry import Optimizers, registry
 
 _UNSCALED = 'steps gradients that no amp.scale_loss block brought: call scaled_loss.backward() in such a block.'
 _UNNAMED = 'steps gradients of a block for another optimizer, whose scale sees no overflow of them. Name it too.'
@@ -95,7 +94,7 @@ def is_capturing() -> bool:
 @contextmanager
 def scale_loss(
     loss: Tensor,
-    optimizers: Optimizer | Sequence[Optimizer],
+    optimizers: Optimizers,
     loss_id: int = 0,
     model: nn.Module | None = None,
     delay_unscale: bool = False,

@@ -123,8 +123,7 @@ class Session:
                 if runs_before and (isinstance(error, (AssertionError, TypeError)) or 'closure' in str(error).lower()):
                     raise AmpUsageError(
                         f'{type(optimizer).__name__}.step(closure) calls the closure in the middle of a step, where no scale '
-                        f'follows: write its parts out, each after an amp.scale_loss block, or keep to O0. One that holds the '
-                        f'optimizer which steps, as SAM does, works.'
+                        f'follows: write its parts out, each after an amp.scale_loss block, or keep to O0.'
                     ) from error
                 raise
 

@@ -19,7 +19,7 @@ from torch.library import Library
 from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy import said_once
-from ..policy.autocast_lists import HALF, OP_RULES, PROMOTE, OpRule
+from ..policy.autocast_lists import CPU_ONLY, HALF, OP_RULES, PROMOTE
 from ..policy.fp32_registry import FLOAT32, MODEL, RANGE_OPS, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, tensors_in
 from ..torch_internals import writes_in_place
@@ -271,14 +271,14 @@ def install_tables(device: str) -> bool:
     """
     key = _KEYS.get(device, '')
     if key and key not in _libraries:
-        for rule in OP_RULES.values():
-            overload = None if rule.cpu_only and device != 'cpu' else overload_of(rule.op)
-            if overload is not None and not torch_internals.has_kernel(f'aten::{rule.op}', key):
+        for op, rule in OP_RULES.items():
+            overload = None if op in CPU_ONLY and device != 'cpu' else overload_of(op)
+            if overload is not None and not torch_internals.has_kernel(f'aten::{op}', key):
                 _put(key, overload, _by_rule(overload, rule, device, torch_internals.keys_below(key)))
     return True
 
 
-def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[..., Any]:
+def _by_rule(overload: Any, rule: str, device: str, below: Any) -> Callable[..., Any]:
     run = _without_schema(overload)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,9 +286,9 @@ def _by_rule(overload: Any, rule: OpRule, device: str, below: Any) -> Callable[.
         if kwargs.get('dtype') is not None or not region.casts_ops():
             return overload.redispatch(keys & below, *args, **kwargs)
         target = torch.float32
-        if rule.rule == HALF:
+        if rule == HALF:
             target = torch.get_autocast_dtype(device)
-        elif rule.rule == PROMOTE:
+        elif rule == PROMOTE:
             target = widest(tensors_in((args, kwargs)))
         new = [cast(value, target) for value in args]
         words = {name: cast(value, target) for name, value in kwargs.items()} if kwargs else kwargs

@@ -34,13 +34,11 @@ def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     """
     with replacing(path) as part, open(part, 'wb') as file:
         torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give the name to write to inside of the block; what lies there takes the place of ``path`` at its end.
+    """Give the name to write to inside of the block; what lies there is flushed, and takes the place of ``path`` at its end.
 
     Args:
         path: A local file, or a folder that is written as a whole.
@@ -53,7 +51,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield part
-        if part.is_dir() and target.exists():
+        if part.is_file():
+            with open(part, 'rb+') as file:
+                os.fsync(file.fileno())
+        elif part.is_dir() and target.exists():
             # a folder cannot be replaced in one act
             os.replace(target, old)
         os.replace(part, target)
@@ -63,10 +64,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         # torch's zip writer reports a failed write as a RuntimeError about its position in the file
         if isinstance(error, RuntimeError) and 'unexpected pos' not in str(error) and 'Writer' not in str(error):
             raise
-        raise CheckpointWriteError(
-            f'{target} could not be written ({error.__context__ or error}): free some space, change the permissions, or '
-            f'choose another folder. Files written before are untouched.'
-        ) from error
+        text = f'{target} could not be written ({error.__context__ or error})'
+        raise CheckpointWriteError(f'{text}: free space, change the permissions, or choose another folder.') from error
     finally:
         remove(part)
 
@@ -155,6 +154,5 @@ def read(source: Any, name: str, map_location: Any = 'cpu') -> Any:
                 f'{name} is refused: it asks for code to run while it is read ({asks[0][:300]}). If you trust the file, allow '
                 f'the class by torch.serialization.add_safe_globals([...]) and read it again.'
             ) from error
-        raise AmpCheckpointError(
-            f'{name} is no checkpoint, or a damaged one ({type(error).__name__}: {lines[-1][:300]}).'
-        ) from error
+        what = f'{type(error).__name__}: {lines[-1][:300]}'
+        raise AmpCheckpointError(f'{name} is no checkpoint, or a damaged one ({what}).') from error

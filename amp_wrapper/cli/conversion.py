@@ -10,8 +10,7 @@ from pathlib import Path
 
 from .. import _register
 from ..checkpoint import file as checkpoint_file
-from ..checkpoint import inspect
-from ..checkpoint.convert import WEIGHT_TYPES, to_weights
+from ..checkpoint.convert import WEIGHT_TYPES, lines_of, to_weights
 from ..errors import AmpUsageError
 
 
@@ -40,7 +39,7 @@ def convert(args: argparse.Namespace) -> None:
     else:
         file = checkpoint_file.load(source)
     if args.inspect:
-        print('\n'.join(inspect.lines_of(file)))
+        print('\n'.join(lines_of(file)))
     if kind is None:
         return
     # the current folder has no name

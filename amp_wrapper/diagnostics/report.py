@@ -283,7 +283,7 @@ def _explain(module: dict[str, Any], here: _Trial, policy: Policy) -> None:
     kept = next((why for each in around if (why := here.kept.get(each)) is not None), None)
     rules = {'fp32_ops': [each.name for each in policy.fp32_ops], 'registry': list(FP32_OPS)}
     if not policy.casts_model:
-        rules['autocast'] = [name.partition('.')[0] for name, each in OP_RULES.items() if each.rule == FLOAT32]
+        rules['autocast'] = [name.partition('.')[0] for name, rule in OP_RULES.items() if rule == FLOAT32]
     # 'linalg.inv' for torch.linalg.inv, 'softmax' for torch.nn.functional.softmax
     known = {rule: {n.replace('linalg.', 'linalg_').rpartition('.')[2] for n in names} for rule, names in rules.items()}
     module['kept'] = None if kept is None else dataclasses.asdict(kept)

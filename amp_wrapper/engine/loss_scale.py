@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..checkpoint.scales import check_scaler_state
+from ..checkpoint.format import check_scaler_state
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..policy.levels import LossScaleConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
@@ -23,10 +22,5 @@ class ApexOptimWrapper(AmpOptimWrapper):
         **kwargs: Everything else that :class:`AmpOptimWrapper` takes.
     """
 
-    def __init__(
-        self,
-        opt_level: OptLevel = 'O1',
-        loss_scale: float | str | Mapping[str, Any] | None = 'dynamic',
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, opt_level: OptLevel = 'O1', loss_scale: Any = 'dynamic', **kwargs: Any) -> None:
         super().__init__(loss_scale, opt_level=opt_level, **kwargs)

@@ -46,17 +46,12 @@ def resolve(
     unknown = [name for name in parent if name not in _PARENT_ARGUMENTS]
     problems += [f'unknown argument {name!r}{nearest(name, known)}: known are {", ".join(known)}.' for name in unknown]
     if parent.get('optimizer') is None:
-        problems.append(
-            "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
-        )
+        problems.append("optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or give one of torch.")
     counts = parent.get('accumulative_counts', 1)
     if not is_count(counts):
         problems.append(f'accumulative_counts={counts!r} must be a whole number of at least 1.')
     if use_fsdp:
-        problems.append(
-            "use_fsdp=True is for FSDP's first version, which is not supported: leave it out, and write "
-            "model_wrapper_cfg=dict(type='amp_wrapper.MMFullyShard')."
-        )
+        problems.append("use_fsdp=True: write model_wrapper_cfg=dict(type='amp_wrapper.MMFullyShard') in its place.")
     if problems or resolved is None:
         raise AmpConfigError(problems)
     return resolved, clip

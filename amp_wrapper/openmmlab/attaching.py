@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.structures import BaseDataElement
@@ -17,6 +18,9 @@ from ..engine import attach as engine_attach
 from ..engine.ddp import check_foreign_wrapper
 from ..policy.levels import Policy
 from ..policy.nested import HALF_TYPES, map_tensors, parameters_of
+
+#: What the engine leaves alone, and what stays FP32 as an average.
+LEAVE, AVERAGES = (BaseDataPreprocessor,), (BaseAveragedModel,)
 
 
 def attach(engine: Engine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
@@ -31,14 +35,8 @@ def attach(engine: Engine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> 
     known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
     if not known and (engine.policy.casts_model or engine.policy.accumulate_in_fp32):
         check_foreign_wrapper(model)
-    engine_attach(
-        engine,
-        model if known else cast(nn.Module, model.module),
-        leave=(BaseDataPreprocessor,),
-        average=(BaseAveragedModel,),
-        foreign=foreign,
-        enter=cast_data_element,
-    )
+    inner = model if known else cast(nn.Module, model.module)
+    engine_attach(engine, inner, LEAVE, AVERAGES, foreign, cast_data_element)
     hugging_face.watch()
     if engine.optimizer is not None:
         refuse_direct_steps(engine)
@@ -97,11 +95,19 @@ def wrappers_of(runner: Any) -> dict[str, Any]:
     return amp_wrappers(getattr(runner, 'optim_wrapper', None))
 
 
+def averages_of(runner: Any) -> list[BaseAveragedModel]:
+    """Return the averages of the model that a runner has.
+
+    Args:
+        runner: Whose hooks have made them, or will.
+    """
+    return [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
+
+
 def inner_model(model: Any) -> nn.Module:
     """Return the model without the wrapper around it, such as DDP.
 
     Args:
         model: Wrapped or not.
     """
-    inner: nn.Module = model.module if is_model_wrapper(model) else model
-    return inner
+    return cast(nn.Module, model.module if is_model_wrapper(model) else model)

@@ -21,22 +21,12 @@ from ..diagnostics.suggest import suggest
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
-from .from_config import FromConfig, check_exists, from_config, read_config, seeded
+from .from_config import FromConfig, check_exists, read_config, seeded
 
 #: Wrappers that ``--amp`` and ``--opt-level`` may replace.
 _WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
-#: Options of a config that every level takes.
-_SHARED = (
-    'loss_scale',
-    'min_loss_scale',
-    'max_loss_scale',
-    'keep_fp32',
-    'fp32_ops',
-    'keep_inputs',
-    'skip_nonfinite',
-    'restore_buffers_on_skip',
-    'from_16bit',
-)
+#: Options of a config that every level takes, beside the loss scale and its bounds.
+_SHARED = ('keep_fp32', 'fp32_ops', 'keep_inputs', 'skip_nonfinite', 'restore_buffers_on_skip', 'from_16bit')
 
 
 def train(args: argparse.Namespace) -> None:
@@ -190,7 +180,7 @@ def report(args: argparse.Namespace) -> None:
         AmpError: Config, options, checkpoint or data cannot be used; a file cannot be written.
     """
     _check_files(args)
-    built = from_config(args.config, args.cfg_options, args.checkpoint)
+    built = FromConfig(args.config, args.cfg_options, args.checkpoint)
     policy = resolve(args.opt_level or built.policy.opt_level, **built.policy.overrides)
     run = functools.partial(built.loss_fn, batch=built.batches(1)[0])
     with seeded(built.config):
@@ -211,19 +201,12 @@ def suggest_level(args: argparse.Namespace) -> int:
         AmpError: Config, data or options cannot be used; a file cannot be written.
     """
     _check_files(args)
-    built = from_config(args.config, args.cfg_options, args.checkpoint, args.device)
-    optimizer = built.make_optimizer(built.model)
-    found = suggest(
-        _task_of(built),
-        built.loss_fn,
-        built.batches(max(args.steps, 1)),
-        {name: value for name, value in built.policy.overrides.items() if name in _SHARED},
-        args.levels,
-        f'{type(optimizer).__name__} of the config, with a learning rate of {optimizer.defaults.get("lr")}',
-        steps=args.steps,
-        seed=args.seed,
-        prefer=args.prefer,
-    )
+    built = FromConfig(args.config, args.cfg_options, args.checkpoint, args.device)
+    optimizer, given = built.make_optimizer(built.model), built.policy.overrides
+    label = f'{type(optimizer).__name__} of the config, with a learning rate of {optimizer.defaults.get("lr")}'
+    shared = {name: given[name] for name in given if name in _SHARED or name.endswith('loss_scale')}
+    batches, options = built.batches(max(args.steps, 1)), dict(steps=args.steps, seed=args.seed, prefer=args.prefer)
+    found = suggest(_task_of(built), built.loss_fn, batches, shared, args.levels, label, **options)
     _show(found, args)
     return 130 if found.data['interrupted'] else 0
 

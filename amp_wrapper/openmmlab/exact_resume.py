@@ -66,7 +66,7 @@ class ExactResumeHook(Hook):
         if not isinstance(revalidate, bool):
             raise AmpConfigError([f'revalidate={revalidate!r} must be True or False.'])
         self.revalidate = revalidate
-        self._validated = -1
+        self.validated = -1
         self._last: _LastHook | None = None
 
     def before_train(self, runner: Any) -> None:
@@ -81,7 +81,7 @@ class ExactResumeHook(Hook):
         saved = runner.message_hub.runtime_info.get(STATE) if runner.iter else None
         stopping = _stopping(runner)
         if saved is not None:
-            self._validated = saved['validated']
+            self.validated = saved['validated']
             if saved['ranks'] != get_world_size():
                 warn(f'saved by {saved["ranks"]} processes, resumed by {get_world_size()}: random numbers will differ')
             if len(saved['stopping']) != len(stopping):
@@ -90,28 +90,6 @@ class ExactResumeHook(Hook):
                 hook.wait_count, hook.best_score = waited, best
         elif runner.iter:
             warn('the file was saved without ExactResumeHook, or by an earlier version: random numbers will differ')
-
-    def go_on(self, runner: Any) -> None:
-        """After every other hook's ``before_train``: get ready to go on in mid-epoch, and validate what is due."""
-        loop = runner.train_loop
-        if not loop.iter:
-            return
-        for hook in runner.hooks:
-            if isinstance(hook, CheckpointHook) and hook.last_ckpt is None:
-                # mmengine forgets it, and would not write a new best score into it
-                hook.last_ckpt = runner.message_hub.runtime_info.get('last_ckpt')
-        by_epoch = getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
-        done = loop.iter - loop.epoch * len(loop.dataloader) if by_epoch else 0
-        if done:
-            loop.run_epoch = functools.partial(_rest_of_epoch, runner, loop, done)
-        elif self.revalidate and self._validated != loop.iter and _is_validation_due(runner, loop):
-            log(f'the file lacks the validation after iteration {loop.iter}, before which it was saved: it runs now')
-            runner.val_loop.run()
-        for hook in _stopping(runner):
-            goal, is_better = hook.stopping_threshold, hook.rule_map[hook.rule]
-            if hook.wait_count >= hook.patience or (goal is not None and is_better(hook.best_score, goal)):
-                log('this run was ended by early stopping already')
-                loop.stop_training = True
 
     def before_train_epoch(self, runner: Any) -> None:
         """Seed, and let an iteration-based loop pass over its data as they were loaded."""
@@ -126,13 +104,13 @@ class ExactResumeHook(Hook):
 
     def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
         """Note it before ``save_best`` saves."""
-        self._validated = runner.iter
+        self.validated = runner.iter
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Add what a resume needs to the message hub of the file."""
         stopping = [[int(hook.wait_count), float(hook.best_score)] for hook in _stopping(runner)]
         hub = checkpoint['message_hub']
-        saved = {'validated': self._validated, 'stopping': stopping, 'ranks': get_world_size()}
+        saved = {'validated': self.validated, 'stopping': stopping, 'ranks': get_world_size()}
         hub['runtime_info'] = {**hub['runtime_info'], STATE: saved}
         hub['resumed_keys'] = {**hub['resumed_keys'], STATE: True}
 
@@ -146,7 +124,26 @@ class _LastHook(Hook):
         self._hook = hook
 
     def before_train(self, runner: Any) -> None:
-        self._hook.go_on(runner)
+        """Get ready to go on in mid-epoch, and validate what is due."""
+        loop = runner.train_loop
+        if not loop.iter:
+            return
+        for hook in runner.hooks:
+            if isinstance(hook, CheckpointHook) and hook.last_ckpt is None:
+                # mmengine forgets it, and would not write a new best score into it
+                hook.last_ckpt = runner.message_hub.runtime_info.get('last_ckpt')
+        by_epoch = getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
+        done = loop.iter - loop.epoch * len(loop.dataloader) if by_epoch else 0
+        if done:
+            loop.run_epoch = functools.partial(_rest_of_epoch, runner, loop, done)
+        elif self._hook.revalidate and self._hook.validated != loop.iter and _is_validation_due(runner, loop):
+            log(f'the file lacks the validation after iteration {loop.iter}, before which it was saved: it runs now')
+            runner.val_loop.run()
+        for hook in _stopping(runner):
+            goal, is_better = hook.stopping_threshold, hook.rule_map[hook.rule]
+            if hook.wait_count >= hook.patience or (goal is not None and is_better(hook.best_score, goal)):
+                log('this run was ended by early stopping already')
+                loop.stop_training = True
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         seed_for(runner, 'iter', runner.iter + 1)
@@ -164,12 +161,8 @@ class _SeededIterator:
 
     def __init__(self, runner: Any, loop: Any) -> None:
         self._runner, self._iterator, self._index, self._seen = runner, loop.dataloader_iterator, 0, loop.iter
-        self._is_over = loop.iter >= loop.max_iters
 
     def __next__(self) -> Any:
-        if self._is_over:
-            # nothing is left to train, though mmengine passes over the data all the same
-            return None
         if 0 < self._index <= self._seen:
             seed_for(self._runner, 'iter', self._index)
         self._index += 1
@@ -231,9 +224,7 @@ def why_inexact(runner: Any) -> list[str]:
     loop, reasons = runner.train_loop, []
     by_epoch = getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
     if not by_epoch and not isinstance(loop, IterBasedTrainLoop):
-        reasons.append(
-            f'{type(loop).__name__} is no loop of mmengine, so data already seen in an epoch are not skipped.'
-        )
+        reasons.append(f'{type(loop).__name__} is no loop of mmengine, so data that were seen are not passed over.')
     if getattr(loop, 'fast_forward_on_resume', False):
         reasons.append('fast_forward_on_resume=True begins the data anew. Write fast_forward_on_resume=False.')
     if by_epoch and getattr(loop.dataloader, 'persistent_workers', False):

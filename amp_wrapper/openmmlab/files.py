@@ -15,6 +15,7 @@ from mmengine.config import ConfigDict
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader, Runner
+from torch import nn
 
 from ..checkpoint import file
 from ..errors import AmpCheckpointError
@@ -39,10 +40,8 @@ class WholeFiles(LocalBackend):
             # what must not be replaced by a file: links, pipes
             super().put(obj, filepath)
             return
-        with file.replacing(filepath) as part, open(part, 'wb') as stream:
-            stream.write(obj)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with file.replacing(filepath) as part:
+            part.write_bytes(obj)
 
 
 class LocalLoader:
@@ -50,11 +49,13 @@ class LocalLoader:
 
     Attributes:
         path: What was read last: mmengine tells hooks what is in a file, and not which it is.
+        model: The model in whose layout folders are read.
     """
 
     #: For mmengine's log.
     __name__ = 'load_from_local'
     path: Path | None = None
+    model: nn.Module | None = None
 
     def __call__(self, filename: str, map_location: Any) -> Any:
         """Read a checkpoint.
@@ -70,7 +71,9 @@ class LocalLoader:
         self.path = path = Path(filename).expanduser()
         if not path.exists():
             raise FileNotFoundError(f'{filename} can not be found.')
-        return shard_files.load_folder(path, map_location) if path.is_dir() else file.load(path, map_location)
+        if path.is_dir():
+            return shard_files.load_folder(path, map_location, self.model)
+        return file.load(path, map_location)
 
 
 local_loader = LocalLoader()
@@ -113,9 +116,8 @@ def newest(work_dir: str) -> str | None:
             warn(f'resuming from {path}; passed over: {"; ".join(passed)}')
         return str(path)
     if passed:
-        raise AmpCheckpointError(
-            f'no checkpoint in {work_dir} is whole ({"; ".join(passed)}): remove them, or choose another work_dir.'
-        )
+        found = '; '.join(passed)
+        raise AmpCheckpointError(f'no checkpoint in {work_dir} is whole ({found}): remove them, or change work_dir.')
     return None
 
 
@@ -123,10 +125,7 @@ def _restricted_getattr(owner: Any, name: str) -> Any:
     """``getattr`` for unpickling HistoryBuffer's statistics, and for nothing else."""
     if owner is HistoryBuffer and name in ('min', 'max', 'mean', 'current'):
         return getattr(owner, name)
-    raise pickle.UnpicklingError(
-        f"this checkpoint asks for getattr({owner!r}, {name!r}), which only HistoryBuffer's statistics may: "
-        f'it was tampered with, or written by something other than mmengine.'
-    )
+    raise pickle.UnpicklingError(f'the file asks for getattr({owner!r}, {name!r}), not a statistic of HistoryBuffer.')
 
 
 def _allow_classes() -> None:

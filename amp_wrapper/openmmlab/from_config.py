@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import itertools
 import logging
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
@@ -23,7 +20,7 @@ from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import ApexOptimWrapper as StockApexOptimWrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import MODELS, OPTIM_WRAPPERS, DefaultScope
-from mmengine.runner import Runner
+from mmengine.runner import Runner, set_random_seed
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from mmengine.runner.checkpoint import _load_checkpoint, _load_checkpoint_to_model
 from torch import Tensor, nn
@@ -83,9 +80,21 @@ def check_exists(checkpoint: str) -> None:
         raise AmpUsageError(f'the checkpoint {checkpoint!r} does not exist.')
 
 
-@dataclasses.dataclass(frozen=True)
 class FromConfig:
-    """Holds what :func:`from_config` built.
+    """Builds what a config trains. No folder and no log file is made; random states are as before.
+
+    Args:
+        path: Of the config.
+        options: Entries to override, each ``'KEY=VALUE'`` with a dotted key.
+        checkpoint: A path or a URL; the config's ``load_from`` by default. Without one, the weights are those that training
+            begins with.
+        device: The first GPU by default, or the CPU where there is none.
+
+    Raises:
+        AmpConfigError: The config cannot be read; it trains with several optimizers, or in a ``train_step`` of the model's
+            own; an unknown device.
+        AmpUsageError: The config or the checkpoint does not exist.
+        AmpCheckpointError: The checkpoint cannot be read.
 
     Attributes:
         config: With the overridden entries.
@@ -93,9 +102,24 @@ class FromConfig:
         policy: Of the config's optimizer wrapper; that of O0 for mmengine's plain ``OptimWrapper``.
     """
 
-    config: Config
-    model: nn.Module
-    policy: Policy
+    def __init__(
+        self, path: str, options: Sequence[str] | None, checkpoint: str | None, device: str | None = None
+    ) -> None:
+        self.config = read_config(path, options)
+        place = checkpoint or self.config.get('load_from')
+        if place is not None:
+            check_exists(place)
+        device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+        with _building(self.config):
+            model = _build_model(self.config)
+            if place is not None:
+                content = _load_checkpoint(str(place), map_location='cpu', logger='silent')
+                _load_checkpoint_to_model(model, convert.to_weights(content, torch.float32)[0])
+            try:
+                self.model: nn.Module = model.to(device).train()
+            except (RuntimeError, AssertionError) as error:
+                raise AmpConfigError([f'--device {device}: {one_line(error)}']) from error
+            self.policy: Policy = getattr(_build_wrapper(self.config, model), 'policy', None) or resolve('O0')
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """Build the optimizer of the config.
@@ -160,43 +184,6 @@ class FromConfig:
                 return loss
 
 
-def from_config(
-    path: str, options: Sequence[str] | None = None, checkpoint: str | None = None, device: str | None = None
-) -> FromConfig:
-    """Build what a config trains. No folder and no log file is made; random states are as before.
-
-    Args:
-        path: Of the config.
-        options: Entries to override, each ``'KEY=VALUE'`` with a dotted key.
-        checkpoint: A path or a URL; the config's ``load_from`` by default. Without one, the weights are those that training
-            begins with.
-        device: The first GPU by default, or the CPU where there is none.
-
-    Raises:
-        AmpConfigError: The config cannot be read; it trains with several optimizers, or in a ``train_step`` of the model's
-            own; an unknown device.
-        AmpUsageError: The config or the checkpoint does not exist.
-        AmpCheckpointError: The checkpoint cannot be read.
-    """
-    cfg = read_config(path, options)
-    place = checkpoint or cfg.get('load_from')
-    if place is not None:
-        check_exists(place)
-    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
-    with _building(cfg):
-        model = _build_model(cfg)
-        if place is not None:
-            content = _load_checkpoint(str(place), map_location='cpu', logger='silent')
-            weights, _ = convert.to_weights(content, torch.float32)
-            _load_checkpoint_to_model(model, weights)
-        try:
-            model = model.to(device).train()
-        except (RuntimeError, AssertionError) as error:
-            raise AmpConfigError([f'--device {device}: {one_line(error)}']) from error
-        policy = getattr(_build_wrapper(cfg, model), 'policy', None)
-    return FromConfig(cfg, model, policy or resolve('O0'))
-
-
 def _build_model(cfg: Config) -> BaseModel:
     model_cfg = copy.deepcopy(cfg.model)
     if cfg.get('data_preprocessor') is not None:
@@ -233,11 +220,8 @@ def _scope(cfg: Config) -> Any:
 def seeded(cfg: Config) -> Iterator[None]:
     """Begin random numbers with the seed of the config inside, and restore their states outside."""
     before = random_state.capture()
-    seed = (cfg.get('randomness') or {}).get('seed') or 0
     try:
-        random.seed(seed)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
+        set_random_seed((cfg.get('randomness') or {}).get('seed') or 0)
         yield
     finally:
         random_state.restore(before)

@@ -15,7 +15,6 @@ from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
-from mmengine.utils import digit_version
 from torch import nn
 
 from .. import distributed_internals
@@ -25,9 +24,6 @@ from ..engine import averages
 from ..policy.nested import parameters_of
 from . import attaching, files, runner_hook, shard_files
 from .log import follow_runners, log, warn
-
-#: The versions that these patches were read against.
-TESTED = ('0.10.0', '0.11.0')
 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
@@ -67,15 +63,12 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
     ours = attaching.amp_wrappers(wrappers)
     for name, member in ours.items():
         member.join([other for other in members.values() if other is not member], name)
-    policies = {name: member.policy for name, member in ours.items()}
-    half = [name for name, each in policies.items() if torch.float16 in (each.cast_model_type, each.autocast_dtype)]
+    half = [name for name, member in ours.items() if member.policy.half_type is torch.float16]
     for name, member in ours.items():
         scaled = any(not scaler.is_one for scaler in member.loss_scalers)
         if not scaled and member.policy.enabled and member.policy.verbosity >= 1 and set(half) - {name}:
             # small gradients are lost, and overflows unseen, on their way through float16 modules of others
-            log(
-                f"{name} has no loss scale: if its loss flows through {half[0]}, in float16, write loss_scale='dynamic'"
-            )
+            log(f"{name} has no loss scale: if its loss flows through {half[0]} (float16), write loss_scale='dynamic'")
 
 
 def attach_all(original: Callable[..., None], wrappers: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -117,12 +110,9 @@ def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
 @functools.cache
 def install() -> None:
     """Put the patches in place, once a process, and what mmengine lets us register."""
-    version = digit_version(mmengine.__version__)
-    if not digit_version(TESTED[0]) <= version < digit_version(TESTED[1]):
-        warn(
-            f'tested with mmengine {TESTED[0]} to below {TESTED[1]}, and patches {mmengine.__version__} all the same: compare '
-            f"a short run with opt_level='O0'"
-        )
+    # the versions that these patches were read against, those of onedl-mmengine among them
+    if not mmengine.__version__.startswith('0.10.'):
+        warn(f"mmengine {mmengine.__version__} is patched, and untested: compare a short run with opt_level='O0'")
     for target, name, replacement in PATCHES:
         setattr(target, name, _replaced(getattr(target, name), replacement))
     follow_runners()

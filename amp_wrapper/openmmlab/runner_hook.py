@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.hooks import CheckpointHook, EMAHook, Hook, LoggerHook
+from mmengine.hooks import CheckpointHook, Hook, LoggerHook
 from mmengine.model import BaseDataPreprocessor, BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
@@ -23,7 +22,7 @@ from ..checkpoint import file
 from ..errors import AmpCheckpointError, some
 from ..policy.options import is_whole
 from . import files, shard_files, sharding
-from .attaching import amp_wrappers, inner_model, wrappers_of
+from .attaching import amp_wrappers, averages_of, inner_model, wrappers_of
 from .exact_resume import ExactResumeHook
 from .log import follow_runners, log, warn
 
@@ -142,15 +141,6 @@ class _WithoutCopies(TorchFunctionMode):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Inside, errors of loading are errors of the checkpoint."""
-    try:
-        yield
-    except Exception as error:  # load hooks of models may raise anything
-        raise AmpCheckpointError(f'{what} cannot be resumed from: {" ".join(str(error).split())}') from error
-
-
 def check(runner: Any, checkpoint: Any) -> None:
     """Check that a file is of the model, averages, optimizers and schedules of a runner, applying no tensor of it.
 
@@ -162,7 +152,7 @@ def check(runner: Any, checkpoint: Any) -> None:
         AmpCheckpointError: Names what does not fit.
     """
     path, files.local_loader.path = files.local_loader.path, None
-    with _refusing(str(path or runner._load_from)):
+    try:
         lost = [key for key in ('meta', 'state_dict', 'message_hub') if not isinstance(checkpoint.get(key), Mapping)]
         if not lost:
             lost = [f'meta[{key!r}]' for key in ('epoch', 'iter') if not is_whole(checkpoint['meta'].get(key))]
@@ -171,15 +161,17 @@ def check(runner: Any, checkpoint: Any) -> None:
         # mmengine takes this prefix off, too
         weights = {name.removeprefix('module.'): value for name, value in checkpoint['state_dict'].items()}
         _check_names(inner_model(runner.model), weights, getattr(checkpoint['state_dict'], '_metadata', None))
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook) and 'ema_state_dict' in checkpoint:
-                _check_names(hook.ema_model, checkpoint['ema_state_dict'])
+        for average in averages_of(runner) if 'ema_state_dict' in checkpoint else ():
+            _check_names(average, checkpoint['ema_state_dict'])
         if 'optimizer' in checkpoint:
             _check_optimizers(runner.optim_wrapper, checkpoint['optimizer'])
         else:
             warn('the checkpoint has no state of the optimizer, which begins anew, with a new loss scale')
         if 'param_schedulers' in checkpoint and runner.param_schedulers is not None:
             _check_schedules(checkpoint['param_schedulers'], runner.param_schedulers)
+    except Exception as error:  # load hooks of models may raise anything
+        text = ' '.join(str(error).split())
+        raise AmpCheckpointError(f'{path or runner._load_from} cannot be resumed from: {text}') from error
 
 
 def _check_names(module: nn.Module, saved: Mapping[str, Any], versions: Any = None) -> None:
@@ -198,9 +190,7 @@ def _check_names(module: nn.Module, saved: Mapping[str, Any], versions: Any = No
 def _check_optimizers(wrapper: Any, state: Any) -> None:
     several = isinstance(wrapper, OptimWrapperDict)
     if several and set(state) != set(wrapper.keys()):
-        raise AmpCheckpointError(
-            f'optimizer has the states {", ".join(map(str, state))}, not {", ".join(wrapper.keys())}.'
-        )
+        raise AmpCheckpointError(f'optimizer has {", ".join(map(str, state))}, not {", ".join(wrapper.keys())}.')
     for name, member in amp_wrappers(wrapper).items():
         member.check_state_dict(state[name] if several else state)
 
@@ -209,9 +199,7 @@ def _check_schedules(saved: Any, built: Any) -> None:
     """mmengine zips the two, and a schedule takes over whatever a file has."""
     states, schedulers = (list(itertools.chain(*x.values())) if isinstance(x, dict) else x for x in (saved, built))
     if len(states) != len(schedulers):
-        raise AmpCheckpointError(
-            f'param_schedulers has {len(states)} entries, and {len(schedulers)} are configured: load the weights only.'
-        )
+        raise AmpCheckpointError(f'there are {len(states)} param_schedulers, not {len(schedulers)}: load weights only.')
     for index, (state, scheduler) in enumerate(zip(states, schedulers)):
         known = scheduler.state_dict()
         lost = [key for key in ('last_step', '_global_step', 'base_values') if key in known and key not in state]
@@ -251,14 +239,16 @@ def load_or_resume(original: Callable[..., None], runner: Any) -> None:
     follow_runners()
     if not any(isinstance(hook, AmpRunnerHook) for hook in runner.hooks):
         runner.register_hook(AmpRunnerHook())
-    averages = [hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)]
-    for model in (inner_model(runner.model), *averages):
+    for model in map(inner_model, (runner.model, *averages_of(runner))):
         _name_plainly(model)
     sharding.shard_model_of(runner)
     if runner._resume and runner._load_from is None and not runner._has_loaded and '://' not in runner.work_dir:
         runner._load_from = files.newest(runner.work_dir)
-    with shard_files.loading(runner):
+    files.local_loader.model = inner_model(runner.model)
+    try:
         original(runner)
+    finally:
+        files.local_loader.model = None
     if runner._resume:
         _follow_length(runner)
 
@@ -270,10 +260,7 @@ def _follow_length(runner: Any) -> None:
         return
     first, length = loop.epoch * len(loop.dataloader), len(loop.dataloader)
     if not first <= loop.iter <= first + length:
-        warn(
-            f'the checkpoint was saved at iteration {loop.iter}, and epoch {loop.epoch + 1} of {length} iterations begins at '
-            f'{first}, where the training goes on: look at schedules that count iterations'
-        )
+        warn(f'iteration {loop.iter} of the file becomes {first}, where epoch {loop.epoch + 1} begins: check schedules')
         loop._iter = first
     elif loop.iter > first and not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
         warn('the file is of the middle of an epoch, which mmengine begins again: add amp_wrapper.ExactResumeHook')

@@ -14,13 +14,11 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
-from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
@@ -29,7 +27,7 @@ from ..checkpoint import file
 from ..errors import AmpCheckpointError, CheckpointWriteError
 from ..shards import any_sharded, is_sharded, shard_like, whole
 from ..torch_internals import is_zero
-from .attaching import inner_model
+from .attaching import averages_of
 from .sharding import MMFullyShard
 
 #: The parts of a folder: shards, what is not sharded, and the list of files with their checksums.
@@ -44,8 +42,6 @@ METADATA_CLASSES = {
     'collections': ('OrderedDict',),
     'pathlib': ('PosixPath', 'WindowsPath', 'PurePosixPath', 'PureWindowsPath'),
 }
-# the model whose layout shards are read in
-_loading: ContextVar[nn.Module | None] = ContextVar('_loading', default=None)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -78,8 +74,7 @@ def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kw
             # mmengine's is for rank 0 alone
             original.__wrapped__(runner, *args, **kwargs)  # type: ignore[attr-defined]
             return
-        averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
-        owners = [runner.model.module, *averages, *([wrapper] if isinstance(wrapper, OptimWrapper) else [])]
+        owners = [runner.model.module, *averages_of(runner), *([wrapper] if isinstance(wrapper, OptimWrapper) else [])]
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     with contextlib.ExitStack() as stack:
@@ -197,20 +192,6 @@ def _look_at(path: Path) -> list[int]:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def loading(runner: Any) -> Iterator[None]:
-    """Inside, folders are read in the layout of a runner's model: each rank reads its own shards.
-
-    Args:
-        runner: Its model is sharded or not.
-    """
-    token = _loading.set(inner_model(runner.model))
-    try:
-        yield
-    finally:
-        _loading.reset(token)
-
-
 def verify_folder(path: Path) -> None:
     """Compare every file of a folder with its checksum.
 
@@ -239,15 +220,16 @@ class _Metadata(pickle.Unpickler):
         raise AmpCheckpointError(f'a metadata file is refused: it asks for {module}.{name} while it is read.')
 
 
-def load_folder(path: Path, map_location: Any = 'cpu') -> Any:
+def load_folder(path: Path, map_location: Any = 'cpu', model: nn.Module | None = None) -> Any:
     """Read a folder, on any number of ranks, under ``weights_only=True``. No communication.
 
     Args:
         path: The folder.
         map_location: Where whole tensors go to.
+        model: Each rank reads its own shards of what has the shape of a sharded parameter of this model.
 
     Returns:
-        What was saved; inside of :func:`loading`, with shards where a parameter of this shape is sharded.
+        What was saved.
 
     Raises:
         AmpCheckpointError: Missing, incomplete or changed files, or one that would run code.
@@ -259,7 +241,6 @@ def load_folder(path: Path, map_location: Any = 'cpu') -> Any:
     rest = file.load(path / REST, map_location)
     with open(path / TENSORS / '.metadata', 'rb') as stream:
         metadata = _Metadata(stream).load()
-    model = _loading.get()
     layouts = {} if model is None else {each.shape: each for each in model.parameters() if is_sharded(each)}
     device = map_location if isinstance(map_location, (str, torch.device)) else 'cpu'
     tensors: dict[str, Tensor] = {}
@@ -297,8 +278,7 @@ def shard_checkpoint(runner: Any, checkpoint: dict[str, Any]) -> None:
     model = runner.model
     if not (isinstance(model, MMFullyShard) and model.is_sharded):
         return
-    averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
-    for key, owner in (('state_dict', model.module), *(('ema_state_dict', average) for average in averages)):
+    for key, owner in (('state_dict', model.module), *(('ema_state_dict', each) for each in averages_of(runner))):
         if key in checkpoint:
             distributed_internals.reshard(owner)
             mine = {name: p for name, p in owner.named_parameters(remove_duplicate=False) if is_sharded(p)}

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from mmengine.device import get_device
-from mmengine.hooks import EMAHook
-from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, MMDistributedDataParallel
+from mmengine.model import BaseAveragedModel, MMDistributedDataParallel
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,15 +21,15 @@ from torch.optim import Optimizer
 
 from .. import distributed_internals
 from ..casting.sharding import Sharding, begin_alike, shard
-from ..errors import AmpAttachError, AmpConfigError, nearest, some
+from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import Policy, resolve
 from ..policy.options import is_count, plain
 from ..registry import MODEL_WRAPPERS
-from .attaching import amp_wrappers
+from .attaching import AVERAGES, LEAVE, amp_wrappers, averages_of
 from .log import log
 
-#: How a sharded model is saved: a whole file by rank 0, or a folder to which each rank writes its shards.
-KINDS = ('whole', 'sharded')
+#: How a config may describe a mesh.
+Mesh = DeviceMesh | Sequence[int] | None
 #: What of a policy decides how a model is sharded.
 _DECISIVE = ('enabled', 'cast_model_type', 'master_weights', 'keep_batchnorm_fp32', 'keep_fp32', 'accumulate_in_fp32')
 
@@ -51,44 +50,30 @@ class MMFullyShard(nn.Module):
         module: A model of mmengine, whole.
         mesh: A ``DeviceMesh``, or its shape: ``(8,)`` shards over eight ranks, ``(2, 4)`` over four and repeats that twice.
             None: over all ranks.
-        blocks: As for :func:`amp_wrapper.fully_shard`.
-        reduce_dtype: As there.
-        reshard_after_forward: As there.
-        offload: As there.
         no_sync: Whether, while gradients are accumulated over several iterations, each rank keeps whole gradients of its own
             until the last one. Saves communication, and costs the memory of all gradients of the model. They are summed, and
             averaged, in ``reduce_dtype``, which is FP32 then unless another one is given.
         checkpoints: 'whole': rank 0 puts the states together and writes a file. 'sharded': each rank writes its own shards to a
             folder, which is read by any number of ranks.
+        **given: ``blocks``, ``reduce_dtype``, ``reshard_after_forward`` and ``offload``, as for
+            :func:`amp_wrapper.fully_shard`.
 
     Raises:
-        AmpConfigError: A mesh that does not fit the number of processes; no such kind of checkpoints.
+        AmpConfigError: A mesh that does not fit the number of processes; no such kind of checkpoints; no such option.
     """
 
     #: Gradients are averaged after a cast as before it.
     survives_cast = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh | Sequence[int] | None = None,
-        blocks: str | type | Sequence[str | type] | None = None,
-        reduce_dtype: str | torch.dtype | None = None,
-        reshard_after_forward: bool | int | None = None,
-        offload: bool = False,
-        no_sync: bool = False,
-        checkpoints: str = 'whole',
+        self, module: nn.Module, mesh: Mesh = None, *, no_sync: bool = False, checkpoints: str = 'whole', **given: Any
     ) -> None:
         super().__init__()
-        if checkpoints not in KINDS:
-            near = nearest(str(checkpoints), KINDS)
-            raise AmpConfigError([f"checkpoints={checkpoints!r}{near} must be 'whole' or 'sharded'."])
+        if checkpoints not in ('whole', 'sharded'):
+            raise AmpConfigError([f"checkpoints={checkpoints!r} must be 'whole' or 'sharded'."])
         self.module = module
         self.checkpoints = checkpoints
-        self._mesh = mesh_of(mesh)
-        self._options: dict[str, Any] = dict(
-            blocks=blocks, reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, offload=offload
-        )
+        self._mesh, self._options = mesh_of(mesh), given
         self._accumulates_apart = no_sync
         self._holds_back = False
         # what cannot mean anything at any level is an error now
@@ -121,16 +106,15 @@ class MMFullyShard(nn.Module):
         """
         if self.is_sharded:
             return
-        leave, averages = (BaseDataPreprocessor,), (BaseAveragedModel,)
         options = dict(self._options)
-        if self._accumulates_apart and policy.casts_model and options['reduce_dtype'] is None:
+        if self._accumulates_apart and policy.casts_model and options.get('reduce_dtype') is None:
             # torch adds up in this type what is averaged later
             options['reduce_dtype'] = 'float32'
         chosen = Sharding.of(self._mesh, options, policy)
-        shard(_parts(self.module, apart), policy, chosen, optimizers, leave, averages)
+        shard(_parts(self.module, apart), policy, chosen, optimizers, LEAVE, AVERAGES)
         if average is not None:
             chosen = dataclasses.replace(chosen, reduce_dtype=None)
-            shard(_parts(average.module, apart), resolve('O0'), chosen, (), leave, averages)
+            shard(_parts(average.module, apart), resolve('O0'), chosen, (), LEAVE, AVERAGES)
             # what it was made with
             named = dict(average.module.named_parameters())
             average.avg_parameters = average.module.state_dict() if average.update_buffers else named
@@ -182,7 +166,7 @@ def _parts(model: nn.Module, apart: bool) -> list[nn.Module]:
     return [child for child in model.children() if any(True for _ in child.parameters())]
 
 
-def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
+def mesh_of(mesh: Mesh) -> DeviceMesh:
     """The mesh that a config describes, on mmengine's device.
 
     Raises:
@@ -191,16 +175,12 @@ def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        problem = (
-            'MMFullyShard shards over processes, and there is one alone: start it by tools/dist_train.sh CONFIG N.'
-        )
-        raise AmpConfigError([problem])
+        raise AmpConfigError(['MMFullyShard needs several processes: start it by tools/dist_train.sh CONFIG N.'])
     world = torch.distributed.get_world_size()
     sizes = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
     shape = tuple(map(plain, sizes))
     if len(shape) not in (1, 2) or not all(map(is_count, shape)) or torch.Size(shape).numel() != world:
-        problem = f'mesh={mesh!r} must be one size or two, whose product is the number of processes, {world}, or None.'
-        raise AmpConfigError([problem])
+        raise AmpConfigError([f'mesh={mesh!r} must be None, or one size or two whose product is the {world} ranks.'])
     names = ('replicate', 'shard')[-len(shape) :]
     return init_device_mesh(torch.device(get_device()).type, shape, mesh_dim_names=names)
 
@@ -224,10 +204,9 @@ def shard_model_of(runner: Any) -> None:
     if not isinstance(wrapper, (OptimWrapper, OptimWrapperDict)):
         # nothing trains yet, or ever: the model is whole on each rank, as it was built
         return
-    averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
     policy, apart = policy_of(wrapper), isinstance(wrapper, OptimWrapperDict)
     members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-    model.shard(policy, [member.optimizer for member in members], averages[0] if averages else None, apart)
+    model.shard(policy, [member.optimizer for member in members], next(iter(averages_of(runner)), None), apart)
     shape = ' x '.join(map(str, model._mesh.shape))
     log(f'the model is sharded over {shape} processes, for {policy.describe()}')
 
@@ -238,14 +217,7 @@ def policy_of(wrapper: Any) -> Policy:
     Raises:
         AmpAttachError: Members that differ.
     """
-    members = list(amp_wrappers(wrapper).values())
-    if not members:
-        return resolve('O0')
-    first: Policy = members[0].policy
-    for member in members[1:]:
-        differing = [name for name in _DECISIVE if getattr(member.policy, name) != getattr(first, name)]
-        if differing:
-            raise AmpAttachError(
-                f'members of an OptimWrapperDict differ in {some(differing)}, and a model is sharded for one level alone.'
-            )
-    return first
+    policies: list[Policy] = [member.policy for member in amp_wrappers(wrapper).values()] or [resolve('O0')]
+    if differing := [name for name in _DECISIVE if len({getattr(policy, name) for policy in policies}) > 1]:
+        raise AmpAttachError(f'members of an OptimWrapperDict differ in {some(differing)}: shards need one level.')
+    return policies[0]

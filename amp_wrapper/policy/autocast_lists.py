@@ -7,31 +7,10 @@ torch does not know are passed over.
 
 from __future__ import annotations
 
-import dataclasses
-
-#: Rules of :class:`OpRule`: the type of autocast, float32, and the widest type among the arguments. What torch computes in
-#: place from one 16-bit tensor, it computes in float32 and rounds.
+#: What the floating arguments of an op are cast to: the type of autocast, float32, and the widest type among them. What torch
+#: computes in place from one 16-bit tensor, it computes in float32 and rounds.
 HALF, FLOAT32, PROMOTE = 'half', 'float32', 'promote'
 
-
-@dataclasses.dataclass(frozen=True)
-class OpRule:
-    """What becomes of the floating arguments of one op.
-
-    Attributes:
-        op: Name and overload in the dispatcher, such as 'softmax.int' or 'exp'.
-        rule: 'half', 'float32' or 'promote'.
-        reason: Why.
-        cpu_only: Whether other devices reach it by an op that their own lists have.
-    """
-
-    op: str
-    rule: str
-    reason: str
-    cpu_only: bool = False
-
-
-# on a GPU the op below is cast
 _RECURRENT = 'lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data'
 _UPSAMPLING = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
@@ -61,9 +40,7 @@ _TABLE: dict[tuple[str, str], str] = {
         addcdiv addcmul atan2 bilinear cross linalg_cross dot vdot index_put tensordot scatter_add index_add index_copy
         index_reduce lerp.Scalar lerp.Tensor masked_scatter put scatter.src scatter_reduce.two""",
 }
-#: The table, by the name of the op.
-OP_RULES = {
-    op: OpRule(op, rule, reason, cpu_only=op in _RECURRENT.split())
-    for (rule, reason), ops in _TABLE.items()
-    for op in ops.split()
-}
+#: The rule of each op, by its name and overload in the dispatcher, such as 'softmax.int' or 'exp'.
+OP_RULES = {op: rule for (rule, _), ops in _TABLE.items() for op in ops.split()}
+#: Those of them that a GPU does with an op that its own list has.
+CPU_ONLY = frozenset(_RECURRENT.split())

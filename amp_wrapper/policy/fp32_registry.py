@@ -56,12 +56,6 @@ BCE_WARNING = (
     'is 100 there, whatever the score, and its gradient is 0 or NaN. It is computed in FP32, which comes too late. Write '
     'binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss, without the sigmoid before it.'
 )
-_NO_KERNEL = 'has no 16-bit kernel on some device, or one that fits few sizes or whose results are far off'
-_COORDINATES = 'wants one type for values and coordinates, and 16-bit coordinates are off by pixels'
-_AREAS = 'areas and offsets of boxes overflow float16 (300 x 300 is too large), and round to many pixels in bfloat16'
-_SAMPLES = 'samples a map at coordinates, in float16 where the map is: off by a quarter pixel from 256 on'
-_SATURATED = 'a loss whose float16 kernel takes the logarithm of 0 at saturated scores'
-_BOXES = 'casts its boxes to the type of the feature maps, and bfloat16 boxes are off by pixels from 256 on'
 _LOSS = 'a sum of 16-bit losses overflows, and their logarithms lose all digits'
 # a function of torch has an entry for each of these places in which this torch has it: the inner ones are found even where a
 # model kept a reference to the outer one
@@ -80,7 +74,7 @@ _TABLE: dict[Fp32Op, str] = {
     # all but products of matrices, which 16-bit numbers are for, a view, and sums whose kernels add in float32 already.
     # Most have no 16-bit kernel; matrix_exp on a CPU has one that returns garbage; others divide by what 16-bit numbers
     # cancel to. The names below are other ways to the same algorithms
-    Fp32Op(_TORCH, _NO_KERNEL, MODEL): f"""
+    Fp32Op(_TORCH, 'has no 16-bit kernel on some device, or one whose results are far off', MODEL): f"""
         {_functions_of(torch.linalg, but='matmul multi_dot diagonal vector_norm')}
         {_functions_of(torch.fft, but='fftshift ifftshift fftfreq rfftfreq')} stft istft cdist complex histogram
         histogramdd nanquantile pdist polar quantile view_as_complex avg_pool3d _upsample_bilinear2d_aa
@@ -89,7 +83,7 @@ _TABLE: dict[Fp32Op, str] = {
         slogdet svd svd_lowrank triangular_solve _weight_norm""",
     Fp32Op(_TORCH, 'its eps is 0 in float16, and squares overflow', MODEL): 'normalize cosine_similarity',
     Fp32Op(_TORCH, 'divides by the norm of a weight', MODEL): 'nn.utils.spectral_norm.SpectralNorm.compute_weight',
-    Fp32Op(_TORCH, _COORDINATES, MODEL): 'grid_sample grid_sampler',
+    Fp32Op(_TORCH, 'takes coordinates, which are off by pixels in 16-bit', MODEL): 'grid_sample grid_sampler',
     Fp32Op(_TORCH, 'squares overflow float16 from 256 on', MODEL): 'local_response_norm',
     # Read from the sources of mmcv 2.1.0 (CUDA) and tried with its compiled ops (CPU). No kernel there takes bfloat16.
     Fp32Op('mmcv.ops', 'its kernels read and write float32'): """
@@ -98,12 +92,12 @@ _TABLE: dict[Fp32Op, str] = {
         iou3d.nms3d_normal knn.KNN nms.NMSop nms.SoftNMSop nms.nms_match pixel_group.pixel_group
         points_in_polygons.points_in_polygons scatter_points._DynamicScatter filtered_lrelu.filtered_lrelu
         psa_mask.PSAMaskFunction voxelize._Voxelization""",
-    Fp32Op('mmcv.ops', _AREAS): """
+    Fp32Op('mmcv.ops', 'areas of boxes overflow float16 (300 x 300 is too large), and round in bfloat16'): """
         bbox.bbox_overlaps box_iou_quadri.box_iou_quadri box_iou_rotated.box_iou_rotated convex_iou.convex_giou
         convex_iou.convex_iou diff_iou_rotated.diff_iou_rotated_2d diff_iou_rotated.diff_iou_rotated_3d
         iou3d.boxes_iou3d min_area_polygons.min_area_polygons nms.batched_nms nms.nms nms.nms_quadri nms.nms_rotated
         nms.soft_nms points_in_boxes.points_in_boxes_all points_in_boxes.points_in_boxes_part""",
-    Fp32Op('mmcv.ops', _SAMPLES): """
+    Fp32Op('mmcv.ops', 'samples a map at coordinates, which float16 puts off by a quarter pixel from 256 on'): """
         bezier_align.BezierAlignFunction border_align.BorderAlignFunction deform_conv.DeformConv2dFunction
         deform_roi_pool.DeformRoIPoolFunction modulated_deform_conv.ModulatedDeformConv2dFunction
         multi_scale_deform_attn.MultiScaleDeformableAttnFunction roi_align.RoIAlignFunction roi_pool.RoIPoolFunction
@@ -111,7 +105,8 @@ _TABLE: dict[Fp32Op, str] = {
         point_sample.point_sample prroi_pool.PrRoIPoolFunction riroi_align_rotated.RiRoIAlignRotatedFunction
         roi_align_rotated.RoIAlignRotatedFunction roiaware_pool3d.RoIAwarePool3dFunction
         roipoint_pool3d.RoIPointPool3dFunction rotated_feature_align.RotatedFeatureAlignFunction""",
-    Fp32Op('mmcv.ops.focal_loss', _SATURATED, FLOAT32): 'SigmoidFocalLossFunction SoftmaxFocalLossFunction',
+    Fp32Op('mmcv.ops.focal_loss', 'its float16 kernel takes the logarithm of 0 at saturated scores', FLOAT32): """
+        SigmoidFocalLossFunction SoftmaxFocalLossFunction""",
     Fp32Op('mmcv.ops', 'no bfloat16 kernel', types=_BF16): """
         active_rotated_filter.ActiveRotatedFilterFunction assign_score_withk.AssignScoreWithK ball_query.BallQuery
         carafe.CARAFEFunction carafe.CARAFENaiveFunction correlation.CorrelationFunction gather_points.GatherPoints
@@ -120,7 +115,8 @@ _TABLE: dict[Fp32Op, str] = {
         sparse_functional.SubMConvFunction sync_bn.SyncBatchNormFunction three_interpolate.ThreeInterpolate
         three_nn.ThreeNN bias_act.bias_act upfirdn2d.upfirdn2d fused_bias_leakyrelu.FusedBiasLeakyReLUFunction
         fused_bias_leakyrelu.FusedBiasLeakyReLUFunctionBackward""",
-    Fp32Op('mmdet.models.roi_heads.roi_extractors', _BOXES, types=_BF16): 'SingleRoIExtractor GenericRoIExtractor',
+    Fp32Op('mmdet.models.roi_heads.roi_extractors', 'its boxes get the type of the maps', types=_BF16): """
+        SingleRoIExtractor GenericRoIExtractor""",
     Fp32Op('mmdet.structures.bbox', 'areas of boxes overflow float16 and round in bfloat16'): 'bbox_overlaps',
 }
 

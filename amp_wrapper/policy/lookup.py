@@ -68,17 +68,21 @@ def problem_of(name: str) -> str:
     value = find(name)
     if value is None:
         return missing
-    if is_class(value, torch.autograd.Function, nn.Module):
-        return ''
+    return '' if is_class(value, torch.autograd.Function, nn.Module) else unusable(value, parent_of(name)[0])
+
+
+def unusable(value: Any, holder: Any) -> str:
+    """Say why no function can take the place of an attribute, or ''.
+
+    Args:
+        value: The attribute.
+        holder: The module, class or object that has it.
+    """
     if isinstance(value, type):
-        return 'is a class but no nn.Module and no autograd Function: name one of its methods'
+        return 'is a class: name one of its methods'
     if not callable(value):
-        return f'cannot be called: it is a {type(value).__name__}. Name a function, a method or a class'
-    if is_immutable(parent_of(name)[0]):
+        return f'cannot be called: it is a {type(value).__name__}. Name a function or a method'
+    # Py_TPFLAGS_IMMUTABLETYPE
+    if isinstance(holder, type) and holder.__flags__ & 1 << 8:
         return 'belongs to a built-in type and cannot be replaced: name the function that calls it'
     return ''
-
-
-def is_immutable(holder: Any) -> bool:
-    """Whether the attributes of a class cannot be set, as those of built-in types: Py_TPFLAGS_IMMUTABLETYPE."""
-    return isinstance(holder, type) and bool(holder.__flags__ & 1 << 8)

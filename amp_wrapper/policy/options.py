@@ -277,14 +277,10 @@ def _loss_scale(read: SimpleNamespace, own: LossScaleConfig, problems: list[str]
     first = min(max(scale.init_scale, low), high) if scale.dynamic else scale.init_scale
     has_bounds = floor is not None or ceiling not in (None, LossScaleConfig.max_scale)
     if low > high:
-        problems.append(
-            f'min_loss_scale={low:g} is above max_loss_scale={high:g}: lower the floor or raise the ceiling.'
-        )
+        problems.append(f'min_loss_scale={low:g} is above max_loss_scale={high:g}: change one of them.')
     elif has_bounds and not words.keys().isdisjoint(('dynamic', 'min_scale', 'max_scale')):
         beside = f'min_loss_scale={floor!r}, max_loss_scale={ceiling!r}'
-        problems.append(
-            f"loss_scale={value!r} conflicts with {beside}: write loss_scale='dynamic', or no bounds beside it."
-        )
+        problems.append(f"loss_scale={value!r} conflicts with {beside}: write 'dynamic', or no bounds beside it.")
     elif 'init_scale' in words and scale.enabled and first != scale.init_scale:
         problems.append(f"loss_scale['init_scale']={scale.init_scale!r} is not between {low:g} and {high:g}.")
     return dataclasses.replace(scale, init_scale=first)

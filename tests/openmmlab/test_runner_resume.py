@@ -244,7 +244,7 @@ def test_changed_config_is_warned_of(tmp_path: Path) -> None:
     run(tmp_path, STOPPING, **epochs(1))
     runner, said = run(tmp_path, resume=True, **loader(batch_size=2), **epochs(2))
     assert runner.iter == 28
-    assert 'epoch 2 of 14 iterations begins at 14' in said and '1 early stopping hooks' in said
+    assert 'iteration 7 of the file becomes 14, where epoch 2 begins' in said and '1 early stopping hooks' in said
 
 
 def test_due_validation_can_be_left_out(tmp_path: Path) -> None:
