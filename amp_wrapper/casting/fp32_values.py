@@ -10,6 +10,7 @@ A copied weight has no FP32 value: the copy of a model has no masters.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Literal
 
@@ -53,22 +54,24 @@ class Pair:
 
     def settle(self, weight: Tensor) -> None:
         """Both sides agree now."""
-        self.agreed = (*_state(weight), *_state(self.partner))
+        self.agreed = self._state(weight)
 
-    def edited(self, weight: Tensor) -> Literal['', 'weight', 'master', 'both']:
-        """Which sides somebody wrote to since both agreed. No device read."""
-        here = _state(weight) != self.agreed[:2]
-        there = not self.is_split and _state(self.partner) != self.agreed[2:]
+    def edited(self, weight: Tensor) -> Literal['', 'weight', 'master', 'both', 'type']:
+        """Which sides somebody wrote to since both agreed; 'type' where the weight got numbers of another. No device read."""
+        now = self._state(weight)
+        here, there = now[:2] != self.agreed[:2], now[2:] != self.agreed[2:] and not self.is_split
+        if weight.dtype is not self.dtype:
+            return 'type'
         if here and there:
             return 'both'
         return 'weight' if here else 'master' if there else ''
 
+    def _state(self, weight: Tensor) -> tuple[int, ...]:
+        return weight._version, weight.data_ptr(), self.partner._version, self.partner.data_ptr()
 
-def _state(tensor: Tensor) -> tuple[int, int]:
-    return tensor._version, tensor.data_ptr()
 
-
-_pairs: MutableMapping[Tensor, Pair] = WeakTensorKeyDictionary()
+#: What belongs to each weight that has an FP32 value beside its own.
+pairs: MutableMapping[Tensor, Pair] = WeakTensorKeyDictionary()
 #: How many pairs were made so far: where it has not changed, no weight has got an FP32 value.
 pairs_made = 0
 
@@ -93,7 +96,7 @@ def make_pair(weight: nn.Parameter, name: str, dtype: torch.dtype, splits: bool)
     else:
         partner = nn.Parameter(value, requires_grad=weight.requires_grad)
         after_zero_grad(_clear_masters)
-    pair = _pairs[weight] = Pair(name, partner, dtype)
+    pair = pairs[weight] = Pair(name, partner, dtype)
     pair.settle(weight)
     return pair
 
@@ -105,25 +108,20 @@ def _clear_masters(module: nn.Module, set_to_none: bool) -> None:
             pair.partner.grad = None if set_to_none else pair.partner.grad.zero_()
 
 
-def pair_of(tensor: Tensor) -> Pair | None:
-    """What belongs to a weight; None for a tensor without an FP32 value beside its own."""
-    return _pairs.get(tensor)
-
-
 def paired(weights: Iterable[Tensor]) -> list[tuple[Tensor, Pair]]:
     """Those weights that have a pair and are 16-bit: a user may have replaced ``.data`` by numbers of another type."""
-    found = ((weight, _pairs.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)
+    found = ((weight, pairs.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)
     return [(weight, pair) for weight, pair in found if pair is not None]
 
 
 def masters() -> list[nn.Parameter]:
     """Every FP32 master that there is."""
-    return [pair.partner for pair in _pairs.values() if not pair.is_split]
+    return [pair.partner for pair in pairs.values() if not pair.is_split]
 
 
 def unpair(weight: Tensor) -> None:
     """Forget the FP32 value of a weight."""
-    _pairs.pop(weight, None)
+    pairs.pop(weight, None)
 
 
 def fp32_value(tensor: Tensor) -> Tensor:
@@ -132,21 +130,21 @@ def fp32_value(tensor: Tensor) -> Tensor:
     Returns:
         The master itself; for a weight with a remainder, and a 16-bit tensor without an FP32 value, a new tensor.
     """
-    pair = _pairs.get(tensor)
+    pair = pairs.get(tensor)
     if pair is None:
         return tensor.detach().float()
     return join(tensor, pair.partner) if pair.is_split else pair.partner.detach()
 
 
 def in_fp32(tensor: Any) -> Any:
-    """As :func:`fp32_value` of a 16-bit tensor, after :func:`take_up_edits`; anything else itself. No host read.
+    """As :func:`fp32_value` of a 16-bit tensor, after edits of any kind were taken up; anything else itself. No host read.
 
     Raises:
         AmpUsageError: A weight and its master were both written to.
     """
     if not isinstance(tensor, Tensor) or tensor.dtype not in HALF_TYPES:
         return tensor
-    take_up_edits(tensor)
+    weights_win(agree([tensor]))
     return fp32_value(tensor)
 
 
@@ -158,7 +156,7 @@ def write_fp32(tensor: Tensor, value: Tensor) -> None:
         tensor: A 16-bit weight that has one.
         value: Of the same shape; any floating type, on any device.
     """
-    pair = _pairs[tensor]
+    pair = pairs[tensor]
     near = exact = value.to(tensor.device, torch.float32)
     if pair.is_split:
         near, exact = split(exact, pair.dtype)
@@ -167,27 +165,7 @@ def write_fp32(tensor: Tensor, value: Tensor) -> None:
     pair.settle(tensor)
 
 
-def take_up_edits(tensor: Tensor) -> Tensor | bool:
-    """As :func:`agree`, for one tensor; a master that nobody wrote to is compared with the weight besides. No host read.
-
-    That finds edits of the weight through ``.data``, which leave no other trace.
-
-    Returns:
-        Whether the weight had been changed, as a flag on the device where it has a master; False where it has none.
-
-    Raises:
-        AmpUsageError: Both sides were written to.
-    """
-    pair = _pairs.get(tensor)
-    if pair is None or pair.edited(tensor) in ('master', 'both'):
-        agree([tensor])
-        return False
-    flag = False if pair.is_split else ops.differ(tensor, pair.partner).any()
-    weights_win([tensor])
-    return flag
-
-
-def agree(weights: Iterable[Tensor]) -> None:
+def agree(weights: Iterable[Tensor]) -> list[Tensor]:
     """Copy between each weight and its FP32 value, from the side that somebody wrote to. No host read.
 
     A weight whose ``.data`` was replaced by numbers of another type becomes 16-bit again; its FP32 value takes them as they
@@ -196,32 +174,36 @@ def agree(weights: Iterable[Tensor]) -> None:
     Args:
         weights: Those without an FP32 value are passed over.
 
+    Returns:
+        The weights with masters that nobody seems to have written to. Edits through ``.data`` leave no trace but that they
+        :func:`differ`; :func:`weights_win` takes these up, too.
+
     Raises:
         AmpUsageError: Both sides were written to. Nothing has been changed.
     """
-    written: dict[str, list[Tensor]] = {'': [], 'weight': [], 'master': [], 'both': [], 'type': []}
+    written: defaultdict[str, list[Tensor]] = defaultdict(list)
     for weight in weights:
-        pair = _pairs.get(weight)
+        pair = pairs.get(weight)
         if pair is not None:
-            written[pair.edited(weight) if weight.dtype is pair.dtype else 'type'].append(weight)
+            written[pair.edited(weight)].append(weight)
     if written['both']:
         raise AmpUsageError(
-            f'both sides of {some([_pairs[weight].name for weight in written["both"]])} were written to since they last '
-            f'agreed: the 16-bit weight in the model, and the FP32 master that the optimizer steps (amp.master_params, '
-            f'optimizer.param_groups). One would be lost. Write to one side only, or say which one counts: '
-            f'weights_changed([model.fc.weight]) or masters_changed([its master]).'
+            f'both sides of {some([pairs[weight].name for weight in written["both"]])} were written to since they last agreed: '
+            f'the 16-bit weight, and the FP32 master that the optimizer steps (amp.master_params). One would be lost. Say '
+            f'which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
         )
     for weight in written['type']:
         value = weight.data
-        replace_data(weight, value.to(_pairs[weight].dtype))
+        replace_data(weight, value.to(pairs[weight].dtype))
         write_fp32(weight, value)
     masters_win(written['master'])
     weights_win(written['weight'])
+    return [weight for weight in written[''] if not pairs[weight].is_split]
 
 
 @torch.no_grad()
 def weights_win(weights: Iterable[Tensor]) -> None:
-    """Masters take what differs from them rounded, bit for bit; remainders of edited weights become 0. No host read.
+    """Masters take what differs from them rounded, bit for bit; remainders become 0. No host read.
 
     Args:
         weights: Those that are not 16-bit, or have no FP32 value, are passed over.
@@ -229,14 +211,9 @@ def weights_win(weights: Iterable[Tensor]) -> None:
     found = paired(weights)
     ops.refresh_masters([(weight, pair.partner) for weight, pair in found if not pair.is_split])
     for weight, pair in found:
-        if pair.is_split and pair.edited(weight):
+        if pair.is_split:
             pair.partner.zero_()
         pair.settle(weight)
-
-
-def differs(weight: Tensor, pair: Pair) -> bool:
-    """Whether a weight is not its master, rounded; always, of one with a remainder. Syncs."""
-    return pair.is_split or bool(ops.differ(weight.detach(), pair.partner.detach()).any())
 
 
 @torch.no_grad()
@@ -252,9 +229,15 @@ def masters_win(weights: Iterable[Tensor]) -> None:
         pair.settle(weight)
 
 
+def differ(weight: Tensor) -> bool:
+    """Whether a weight is not its master, rounded; of one with a remainder nothing tells, so True. Syncs."""
+    pair = pairs[weight]
+    return pair.is_split or bool(ops.differ(weight.detach(), pair.partner.detach()).any())
+
+
 def follow_device(weight: Tensor) -> None:
     """Move the master or remainder to the device that its weight was moved to; both agreed before."""
-    pair = _pairs.get(weight)
+    pair = pairs.get(weight)
     if pair is not None:
         pair.partner.data = pair.partner.data.to(weight.device)
         pair.settle(weight)
