@@ -36,31 +36,27 @@ def check_shards(
         within: The models that the roots are, or are parts of.
 
     Raises:
-        AmpAttachError: Names the first parameter of each group that does not fit. Nothing has been changed.
+        AmpAttachError: Names the first parameter that does not fit. Nothing has been changed.
     """
     groups = {id(parameter): group for group in shard_groups(within) for parameter in parameters_of_group(group)}
-    problems: dict[int, str] = {}
-    named = [each for prefix, root in roots for each in root.named_parameters(prefix=prefix) if is_sharded(each[1])]
-    for name, parameter in named:
+    for name, parameter in [each for prefix, root in roots for each in root.named_parameters(prefix=prefix)]:
+        if not is_sharded(parameter) or not parameter.is_floating_point():
+            continue
         if policy.split_masters:
             raise AmpAttachError(f"master_weights='split' conflicts with the sharded {name}: {NO_SPLIT_SHARDS}")
-        group = groups.get(id(parameter))
-        problem = _conflict(parameter, group, policy, id(parameter) in casts) if parameter.is_floating_point() else ''
+        problem = _conflict(parameter, groups.get(id(parameter)), policy, id(parameter) in casts)
         if problem:
-            problems.setdefault(id(group), f'{name} {problem}')
-    if problems:
-        rows = '\n  '.join(problems.values())
-        raise AmpAttachError(
-            f'the model was sharded in a way that {policy.opt_level} cannot keep:\n  {rows}\nWrite amp_wrapper.fully_shard('
-            f'model, {policy.opt_level!r}, mesh=mesh) for the FP32 model, or give the groups these types.'
-        )
+            raise AmpAttachError(
+                f'the model was sharded in a way that {policy.opt_level} cannot keep: {name} {problem}. Write amp_wrapper.'
+                f'fully_shard(model, {policy.opt_level!r}, mesh=mesh) for the FP32 model, or give the groups these types.'
+            )
 
 
 def _conflict(parameter: nn.Parameter, group: Any, policy: Policy, is_cast: bool) -> str:
     """What the group of a parameter has and the level needs otherwise; empty where they agree."""
     own, half = parameter.dtype, policy.cast_model_type
     if group is None:
-        return 'is sharded by something else than fully_shard, and nothing gathers it' if policy.casts_model else ''
+        return 'is sharded by something else, and nothing gathers it' if policy.casts_model else ''
     gathered, averaged = types_of_group(group)
     held = torch.float32 if parameter.requires_grad and own in CASTABLE else own
     wanted = [

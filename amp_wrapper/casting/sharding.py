@@ -20,6 +20,7 @@ from ..policy.levels import OptLevel, Policy, to_dtype
 from ..policy.options import OPTIONS, Option, is_whole, read_words
 from ..shards import is_sharded
 from .kept import Kept, match
+from .masters import replace_parameters
 from .modules import class_name
 from .plan import CastPlan, cast_in_place
 from .shard_check import NO_SPLIT_SHARDS, has_16bit_shards
@@ -116,22 +117,23 @@ def shard(
         RuntimeError, ValueError: By torch, for a parameter of whole numbers before 2.12, a parameter without dimensions, or a
             number of ranks in ``reshard_after_forward`` that does not divide theirs. A part of the model may be sharded.
     """
-    half: dict[int, nn.Parameter] = {}
+    half: set[nn.Parameter] = set()
     calls: list[Call] = []
     for model in models:
-        wrapped = [part for part in model.modules() if isinstance(part, (DistributedDataParallel, DataParallel))]
-        sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
-        if wrapped:
+        unfit = [
+            class_name(part) for part in model.modules() if isinstance(part, (DistributedDataParallel, DataParallel))
+        ]
+        unfit += [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+        if unfit:
             raise AmpAttachError(
-                f'sharding averages gradients itself: hand over the model alone, without {type(wrapped[0]).__name__}.'
+                f'{some(unfit)} cannot be sharded: hand over the model alone, without a wrapper that averages gradients; of '
+                f'one that fully_shard was called for, leave mesh out.'
             )
-        if sharded:
-            raise AmpAttachError(f'{some(sharded)} are sharded already: leave mesh out, or do not call fully_shard.')
         plan = CastPlan([('', model)], policy, leave, average)
         if plan.rounded and not has_16bit_shards(policy):
             rounded = some(list(plan.rounded))
             raise AmpAttachError(f'{rounded} are 16-bit already, and shards are FP32: drop .half() or .bfloat16().')
-        half |= {id(parameter): parameter for parameter in plan.parameters.values()}
+        half.update(plan.parameters.values())
         calls += order_of_calls(model, find_blocks(model, sharding.blocks), half)
     for optimizer in optimizers:
         if any(optimizer.state.values()):
@@ -139,17 +141,17 @@ def shard(
                 f'{type(optimizer).__name__} has state already, which does not fit shards: initialise before the first step, '
                 f'and load the state afterwards by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
             )
-    before = [(model, *named) for model in models for named in model.named_parameters(remove_duplicate=False)]
+    before = [parameter for model in models for parameter in model.parameters()]
     # from here on, things change
     for model in models:
         begin_alike(model, sharding.mesh)
-    for parameter in half.values() if has_16bit_shards(policy) else ():
+    for parameter in half if has_16bit_shards(policy) else ():
         cast_in_place(parameter, policy.cast_model_type or torch.float32)
     for modules, is_half in calls:
         _call_fully_shard(modules, is_half, policy, sharding)
-    shards = {id(parameter): model.get_parameter(name) for model, name, parameter in before}
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group['params'][:] = [shards.get(id(parameter), parameter) for parameter in group['params']]
+    shards = [parameter for model in models for parameter in model.parameters()]
+    for optimizer in optimizers:
+        replace_parameters(optimizer, dict(zip(map(id, before), shards)))
 
 
 _Model = TypeVar('_Model', bound=nn.Module)
@@ -249,66 +251,55 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Container[int]) -> list[Call]:
+def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Container[nn.Parameter]) -> Iterator[Call]:
     """Put the calls of ``fully_shard`` in order: each leaves out what those before it have sharded. Nothing is called here.
 
     Args:
         model: Its own call is the last one.
         blocks: What is gathered as a whole, outer modules first. What stays FP32 inside comes before each.
-        half: The parameters, by id, that the level computes with in 16-bit.
+        half: The parameters that the level computes with in 16-bit.
 
     Raises:
         AmpAttachError: A module that mixes types; a parameter that two calls reach.
     """
-    calls: list[Call] = []
-    called: set[nn.Module] = set()
-    # the number of the call that takes each parameter, by id
-    owners: dict[int, int] = {}
     names = {module: name for name, module in model.named_modules()}
+    called: set[nn.Module] = set()
+    # the modules of the call that takes each parameter
+    takers: dict[nn.Parameter, list[nn.Module]] = {}
 
-    def types_of(module: nn.Module) -> set[bool]:
-        """Whether what a call for a module would take is 16-bit; both where it mixes types."""
-        return {id(each) in half for each in module.parameters() if id(each) not in owners}
-
-    def find_kept(module: nn.Module) -> Iterator[nn.Module]:
-        """The largest modules below whose parameters all stay FP32."""
-        for child in module.children():
-            types = types_of(child)
-            if types == {False} and _has_forward(child):
-                yield child
-            elif types != {True}:
-                yield from find_kept(child)
-
-    def take(module: nn.Module, is_half: bool) -> None:
-        """Note what the last call takes of a module."""
-        for key, parameter in module.named_parameters(recurse=False):
-            problem = 'stays FP32 beside 16-bit parameters' if (id(parameter) in half) != is_half else ''
-            # fully_shard would untie it without a word
-            if owners.setdefault(id(parameter), len(calls)) != len(calls):
-                problem = 'is shared with a module that is gathered apart'
-            if problem:
-                raise AmpAttachError(
-                    f'{key} of {names[module] or "the model"} ({class_name(module)}) {problem}: move it into a module of its '
-                    f'own (weight_norm and spectral_norm of torch.nn.utils.parametrizations do), or name a module around both '
-                    f'in keep_fp32 or sharding=dict(blocks=[...]).'
-                )
+    def left(module: nn.Module) -> Iterator[nn.Module]:
+        """A module and those below: what a call for it takes."""
+        yield module
         for child in module.children():
             if child not in called:
-                take(child, is_half)
+                yield from left(child)
 
-    def add(modules: list[nn.Module], is_half: bool) -> None:
-        calls.append((modules, is_half))
-        for module in modules:
-            take(module, is_half)
-        called.update(modules)
+    def types_of(module: nn.Module) -> set[bool]:
+        """Whether what a call for a module takes is 16-bit; both where it mixes types."""
+        return {parameter in half for each in left(module) for parameter in each.parameters(recurse=False)}
 
     for block in [*reversed(blocks), model]:
         is_half = True in types_of(block)
-        kept = list(find_kept(block)) if is_half else []
-        for group in [kept] if kept and COMPLETES_GROUPS else [[each] for each in kept]:
-            add(group, False)
-        add([block], is_half)
-    return calls
+        kept = [each for each in left(block) if _has_forward(each) and types_of(each) == {False}] if is_half else []
+        inside = {below for each in kept for child in each.children() for below in child.modules()}
+        kept = [each for each in kept if each not in inside]
+        groups = [kept] if kept and COMPLETES_GROUPS else [[each] for each in kept]
+        for modules in [*groups, [block]]:
+            is_16bit = is_half and modules == [block]
+            for module in (each for part in modules for each in left(part)):
+                for key, parameter in module.named_parameters(recurse=False):
+                    problem = 'stays FP32 beside 16-bit parameters' if (parameter in half) != is_16bit else ''
+                    # fully_shard would untie it without a word
+                    if takers.setdefault(parameter, modules) is not modules:
+                        problem = 'is shared with a module that is gathered apart'
+                    if problem:
+                        raise AmpAttachError(
+                            f'{key} of {names[module] or "the model"} ({class_name(module)}) {problem}: move it into a module '
+                            f'of its own, as torch.nn.utils.parametrizations do, or name a module around both in '
+                            f'keep_fp32 or sharding=dict(blocks=[...]).'
+                        )
+            called.update(modules)
+            yield modules, is_16bit
 
 
 def _call_fully_shard(modules: list[nn.Module], is_half: bool, policy: Policy, sharding: Sharding) -> None:

@@ -257,7 +257,7 @@ def test_calls_name_the_side_that_was_written(level: str, door: str) -> None:
         weight.fill_(0.25)
         master.fill_(0.75)
     for call in ('weights_changed', 'masters_changed'):
-        with pytest.raises(AmpUsageError, match=rf'{call}\(\) does not tell which side of fc\.weight counts: .* written to'):
+        with pytest.raises(AmpUsageError, match=rf'{call}\(\) does not tell .* fc\.weight counts: .* written to'):
             announce(run, call)
     assert bool((weight == 0.25).all()) and bool((master == 0.75).all())
     with pytest.raises(AmpUsageError, match=r"weights_changed\(\) .*master_weights='split'.*Say what"):
