@@ -32,19 +32,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         AmpAttachError: A model in ``FullyShardedDataParallel``, torch's older way to shard.
     """
-    for module in model.modules():
-        if any('FullyShardedDataParallel' in base.__name__ for base in type(module).__mro__):
-            raise AmpAttachError(
-                f'FullyShardedDataParallel ({type(module).__name__}) holds flat parameters, in which no level can tell '
-                f'modules apart. Use torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
-            )
-    while True:
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            model = cast(nn.Module, model.module)
-        elif (inside := compiled_module(model)) is not None:
-            model = inside
-        else:
-            return model
+    if any(base.__name__ == 'FullyShardedDataParallel' for module in model.modules() for base in type(module).__mro__):
+        raise AmpAttachError(
+            'FullyShardedDataParallel holds flat parameters, in which no level can tell modules apart. Use '
+            'torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
+        )
+    is_parallel = isinstance(model, (DataParallel, DistributedDataParallel))
+    inside = cast(nn.Module, model.module) if is_parallel else compiled_module(model)
+    return model if inside is None else unwrap(inside)
 
 
 def find_roots(
@@ -82,7 +77,7 @@ def find_roots(
             if owned.intersection(map(id, part.parameters(recurse=False))):
                 raise AmpAttachError(
                     f'{name} ({type(part).__name__}) has parameters of its own around a module that another wrapper casts: '
-                    f'move them into a module of their own, or give the whole to one optimizer.'
+                    f'move them into a module, or give the whole to one optimizer.'
                 )
         # a list or dict of modules has no forward of its own
         elif parameters <= owned and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
