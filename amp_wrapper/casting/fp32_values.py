@@ -39,18 +39,15 @@ class Pair:
         name: What messages call the weight.
         partner: Its float32 master or int16 remainder, of its shape, on its device.
         dtype: The 16-bit type of the weight.
+        is_split: Whether the partner is a remainder.
         agreed: When both agreed: version and address of the weight, and of the partner.
     """
 
     name: str
     partner: nn.Parameter
     dtype: torch.dtype
+    is_split: bool
     agreed: tuple[int, ...] = ()
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the partner is a remainder."""
-        return self.partner.dtype is torch.int16
 
     def settle(self, weight: Tensor) -> None:
         """Both sides agree now."""
@@ -89,14 +86,12 @@ def make_pair(weight: nn.Parameter, name: str, dtype: torch.dtype, splits: bool)
     pairs_made += 1
     value = weight.data.float()
     if splits:
-        near, remainder = split(value, dtype)
-        partner = nn.Parameter(remainder, requires_grad=False)
+        near, value = split(value, dtype)
         if weight.dtype is not dtype:
             replace_data(weight, near)
-    else:
-        partner = nn.Parameter(value, requires_grad=weight.requires_grad)
-        after_zero_grad(_clear_masters)
-    pair = pairs[weight] = Pair(name, partner, dtype)
+    after_zero_grad(_clear_masters)
+    partner = nn.Parameter(value, requires_grad=weight.requires_grad and not splits)
+    pair = pairs[weight] = Pair(name, partner, dtype, splits)
     pair.settle(weight)
     return pair
 
@@ -188,9 +183,8 @@ def agree(weights: Iterable[Tensor]) -> list[Tensor]:
             written[pair.edited(weight)].append(weight)
     if written['both']:
         raise AmpUsageError(
-            f'both sides of {some([pairs[weight].name for weight in written["both"]])} were written to since they last agreed: '
-            f'the 16-bit weight, and the FP32 master that the optimizer steps (amp.master_params). One would be lost. Say '
-            f'which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
+            f'both sides of {some([pairs[weight].name for weight in written["both"]])} were written to, the 16-bit weight and its '
+            f'FP32 master (amp.master_params): say which counts, weights_changed([model.fc.weight]) or masters_changed([...]).'
         )
     for weight in written['type']:
         value = weight.data

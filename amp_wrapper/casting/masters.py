@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..errors import AmpUsageError, some
 from ..ops.attributes import addresses, same, versions
 from ..policy.nested import HALF_TYPES, parameters_of
 from ..shards import Layout
-from ..torch_internals import is_zero, replace_in_zero
+from ..torch_internals import is_zero, note_parameters
 from . import fp32_values
 from .fp32_values import Pair, make_pair, pairs
 
@@ -83,9 +83,8 @@ class Masters:
         self._is_new = True
         self._lists: StepLists | None = None
         if self.have_fp32_values:
-            given = self.parameters()
-            self._frozen.update(p for p in given if p.dtype in HALF_TYPES and not p.requires_grad)
-            self._add([p for p in given if id(p) in self._names or p in pairs], dtype)
+            self._frozen.update(p for p in self.parameters() if p.dtype in HALF_TYPES and not p.requires_grad)
+            self._add([p for p in self.parameters() if id(p) in self._names or p in pairs], dtype)
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -140,8 +139,7 @@ class Masters:
         twice = [self._pairs[weight].name for weight in weights if weight in self._pairs and self.kind == 'whole']
         if twice:
             raise AmpUsageError(
-                f'{some(twice)} was added to the optimizer a second time: it has a master there already. Leave it out of '
-                f'add_param_group().'
+                f'{some(twice)} was added to the optimizer a second time: leave it out of add_param_group().'
             )
         new = [p for p in weights if p not in self._pairs and (p in pairs or p not in self._frozen)]
         for weight in new:
@@ -246,14 +244,17 @@ class Masters:
         return names
 
 
-def replace_parameters(optimizer: Optimizer | None, others: Mapping[int, nn.Parameter]) -> None:
-    """Let an optimizer step others in place of some tensors, given by id, with the same state."""
-    if optimizer is None:
-        return
-    for parameter in parameters_of(optimizer):
-        if id(parameter) in others and parameter in optimizer.state:
-            optimizer.state[others[id(parameter)]] = optimizer.state.pop(parameter)
-    for group in optimizer.param_groups:
+def replace_parameters(optimizer: Any, others: Mapping[int, nn.Parameter]) -> None:
+    """Let an optimizer step others in place of some tensors, given by id, with the same state.
+
+    Args:
+        optimizer: None for nothing. The groups that ``ZeroRedundancyOptimizer`` shows are copies of those of one inside.
+        others: Of the same sizes, by which ZeRO divides parameters: each rank keeps what it has.
+    """
+    for group in () if optimizer is None else optimizer.param_groups:
         group['params'][:] = [others.get(id(parameter), parameter) for parameter in group['params']]
+    for parameter in () if optimizer is None else list(optimizer.state):
+        optimizer.state[others.get(id(parameter), parameter)] = optimizer.state.pop(parameter)
     if is_zero(optimizer):
-        replace_in_zero(optimizer, others)
+        replace_parameters(optimizer.optim, others)
+        note_parameters(optimizer)

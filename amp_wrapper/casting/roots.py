@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import cast
+from typing import TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -23,6 +23,15 @@ def is_compiled(model: nn.Module) -> bool:
     return any(compiled_module(each) is not None or keeps_compiled_functions(each) for each in model.modules())
 
 
+def is_parallel(module: nn.Module) -> TypeGuard[DataParallel[nn.Module] | DistributedDataParallel]:
+    """Whether a module is a wrapper that runs a model on several devices.
+
+    Args:
+        module: Any module.
+    """
+    return isinstance(module, (DataParallel, DistributedDataParallel))
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DDP, DataParallel and ``torch.compile`` wrappers.
 
@@ -37,8 +46,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             'FullyShardedDataParallel holds flat parameters, in which no level can tell modules apart. Use '
             'torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
         )
-    is_parallel = isinstance(model, (DataParallel, DistributedDataParallel))
-    inside = cast(nn.Module, model.module) if is_parallel else compiled_module(model)
+    inside = model.module if is_parallel(model) else compiled_module(model)
     return model if inside is None else unwrap(inside)
 
 
@@ -76,8 +84,7 @@ def find_roots(
         if any(id(below) in done for below in module.modules()):
             if owned.intersection(map(id, part.parameters(recurse=False))):
                 raise AmpAttachError(
-                    f'{name} ({type(part).__name__}) has parameters of its own around a module that another wrapper casts: '
-                    f'move them into a module, or give the whole to one optimizer.'
+                    f'{name} has parameters of its own around a module that another wrapper casts: give the whole to one.'
                 )
         # a list or dict of modules has no forward of its own
         elif parameters <= owned and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):

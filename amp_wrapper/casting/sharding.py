@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -23,7 +22,8 @@ from .kept import Kept, match
 from .masters import replace_parameters
 from .modules import class_name
 from .plan import CastPlan, cast_in_place
-from .shard_check import NO_SPLIT_SHARDS, has_16bit_shards
+from .roots import is_parallel
+from .shard_check import has_16bit_shards
 
 #: What one call of ``fully_shard`` is for, and whether the level computes with it in 16-bit.
 Call = tuple[list[nn.Module], bool]
@@ -70,17 +70,13 @@ class Sharding:
         """
         problems: list[str] = []
         if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
-            problems.append(
-                f"mesh={mesh!r} must be a DeviceMesh of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
-                f"names, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')."
-            )
+            text = "of one dimension, or of two, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')"
+            problems.append(f'mesh={mesh!r} must be a DeviceMesh {text}.')
         read = read_words('sharding', options or {}, SHARDING_OPTIONS, problems)
         if policy.accumulate_in_fp32 and policy.casts_model:
             if read.get('reduce_dtype') not in (None, torch.float32):
                 problems.append("sharding['reduce_dtype'] contradicts accumulate_in_fp32=True, float32: leave it out.")
             read['reduce_dtype'] = torch.float32
-        if policy.split_masters:
-            problems.append(f"master_weights='split' conflicts with a mesh: {NO_SPLIT_SHARDS}")
         if problems:
             raise AmpConfigError(problems)
         return cls(mesh, **read)
@@ -120,19 +116,17 @@ def shard(
     half: set[nn.Parameter] = set()
     calls: list[Call] = []
     for model in models:
-        unfit = [
-            class_name(part) for part in model.modules() if isinstance(part, (DistributedDataParallel, DataParallel))
-        ]
+        unfit = [class_name(part) for part in model.modules() if is_parallel(part)]
         unfit += [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
         if unfit:
             raise AmpAttachError(
-                f'{some(unfit)} cannot be sharded: hand over the model alone, without a wrapper that averages gradients; of '
-                f'one that fully_shard was called for, leave mesh out.'
+                f'{some(unfit)}: hand over a whole model, without DDP; leave mesh out for a sharded one.'
             )
         plan = CastPlan([('', model)], policy, leave, average)
         if plan.rounded and not has_16bit_shards(policy):
-            rounded = some(list(plan.rounded))
-            raise AmpAttachError(f'{rounded} are 16-bit already, and shards are FP32: drop .half() or .bfloat16().')
+            raise AmpAttachError(
+                f'{some(plan.rounded)}: 16-bit already, and shards are FP32: drop .half() or .bfloat16().'
+            )
         half.update(plan.parameters.values())
         calls += order_of_calls(model, find_blocks(model, sharding.blocks), half)
     for optimizer in optimizers:
@@ -219,12 +213,11 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         model: Not sharded; tensors on the meta device are left alone.
         mesh: Of all ranks that will hold a part of it.
     """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and mesh.size() > 1:
-            value = tensor.detach().to(mesh.device_type).contiguous()
-            for group in mesh.get_all_groups():
-                torch.distributed.broadcast(value, group=group, group_src=0)
-            tensor.copy_(value)
+        if not tensor.is_meta:
+            tensor.copy_(distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim).to_local())
 
 
 def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
@@ -251,67 +244,60 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Container[nn.Parameter]) -> Iterator[Call]:
+def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Container[nn.Parameter]) -> list[Call]:
     """Put the calls of ``fully_shard`` in order: each leaves out what those before it have sharded. Nothing is called here.
 
     Args:
         model: Its own call is the last one.
-        blocks: What is gathered as a whole, outer modules first. What stays FP32 inside comes before each.
+        blocks: What is gathered as a whole. What stays FP32 inside has calls before each.
         half: The parameters that the level computes with in 16-bit.
 
     Raises:
         AmpAttachError: A module that mixes types; a parameter that two calls reach.
     """
-    names = {module: name for name, module in model.named_modules()}
-    called: set[nn.Module] = set()
-    # the modules of the call that takes each parameter
-    takers: dict[nn.Parameter, list[nn.Module]] = {}
+    calls: list[Call] = []
+    takers: dict[nn.Parameter, Call] = {}
 
-    def left(module: nn.Module) -> Iterator[nn.Module]:
-        """A module and those below: what a call for it takes."""
-        yield module
-        for child in module.children():
-            if child not in called:
-                yield from left(child)
+    def visit(name: str, module: nn.Module, around: Call, kept: Call) -> None:
+        """Give a module and those below to the call around it, to a call of its own, or to that for what stays FP32."""
+        if any(module in modules for modules, _ in calls):
+            return
+        types = {parameter in half for parameter in module.parameters()}
+        if module is model or module in blocks:
+            around, kept = ([module], True in types), ([], False)
+            # inner modules come first
+            calls[:0] = kept, around
+        elif around[1] and types == {False} and _has_forward(module):
+            # the largest modules whose parameters all stay FP32
+            around = kept
+            kept[0].append(module)
+        for key, parameter in module.named_parameters(recurse=False):
+            # fully_shard would untie it without a word
+            is_shared = takers.setdefault(parameter, around) is not around
+            if is_shared or (parameter in half) != around[1]:
+                raise AmpAttachError(
+                    f'{key} of {name or "the model"} ({class_name(module)}) is shared with a module that is gathered apart, or '
+                    f'stays FP32 beside 16-bit parameters: move it into a module of its own, as weight_norm of '
+                    f'torch.nn.utils.parametrizations does, or name a module around both in keep_fp32 or blocks.'
+                )
+        for key, child in module.named_children():
+            visit(f'{name}.{key}'.lstrip('.'), child, around, kept)
 
-    def types_of(module: nn.Module) -> set[bool]:
-        """Whether what a call for a module takes is 16-bit; both where it mixes types."""
-        return {parameter in half for each in left(module) for parameter in each.parameters(recurse=False)}
-
-    for block in [*reversed(blocks), model]:
-        is_half = True in types_of(block)
-        kept = [each for each in left(block) if _has_forward(each) and types_of(each) == {False}] if is_half else []
-        inside = {below for each in kept for child in each.children() for below in child.modules()}
-        kept = [each for each in kept if each not in inside]
-        groups = [kept] if kept and COMPLETES_GROUPS else [[each] for each in kept]
-        for modules in [*groups, [block]]:
-            is_16bit = is_half and modules == [block]
-            for module in (each for part in modules for each in left(part)):
-                for key, parameter in module.named_parameters(recurse=False):
-                    problem = 'stays FP32 beside 16-bit parameters' if (parameter in half) != is_16bit else ''
-                    # fully_shard would untie it without a word
-                    if takers.setdefault(parameter, modules) is not modules:
-                        problem = 'is shared with a module that is gathered apart'
-                    if problem:
-                        raise AmpAttachError(
-                            f'{key} of {names[module] or "the model"} ({class_name(module)}) {problem}: move it into a module '
-                            f'of its own, as torch.nn.utils.parametrizations do, or name a module around both in '
-                            f'keep_fp32 or sharding=dict(blocks=[...]).'
-                        )
-            called.update(modules)
-            yield modules, is_16bit
+    visit('', model, ([], False), ([], False))
+    # before torch 2.13 each has a group of its own
+    apart = [([each], is_half) for modules, is_half in calls for each in modules]
+    return [call for call in calls if call[0]] if COMPLETES_GROUPS else apart
 
 
 def _call_fully_shard(modules: list[nn.Module], is_half: bool, policy: Policy, sharding: Sharding) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    gathered = policy.cast_model_type if is_half else None
+    gathered, frees = policy.cast_model_type if is_half else None, sharding.reshard_after_forward
     # what stays FP32 is averaged in FP32; torch changed in 2.15 what it takes without a type
     averaged = sharding.reduce_dtype or gathered if is_half or not policy.casts_model else None
     # inputs are cast by the modules of the level
-    options: dict[str, Any] = {'mp_policy': MixedPrecisionPolicy(gathered, averaged, cast_forward_inputs=False)}
-    if sharding.reshard_after_forward is not None:
-        # torch 2.6 refuses None
-        options['reshard_after_forward'] = sharding.reshard_after_forward
+    types = MixedPrecisionPolicy(gathered, averaged, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=sharding.mesh.device_type == 'cuda') if sharding.offload else OffloadPolicy()
-    fully_shard(modules, mesh=sharding.mesh, offload_policy=offload, **options)
+    # torch 2.6 refuses None
+    words: dict[str, Any] = {} if frees is None else {'reshard_after_forward': frees}
+    fully_shard(modules, mesh=sharding.mesh, mp_policy=types, offload_policy=offload, **words)
