@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +53,10 @@ class Pair:
         """Both sides agree now."""
         self.agreed = self._state(weight)
 
-    def edited(self, weight: Tensor) -> Literal['', 'weight', 'master', 'both', 'type']:
-        """Which sides somebody wrote to since both agreed; 'type' where the weight got numbers of another. No device read."""
+    def edited(self, weight: Tensor) -> tuple[bool, bool]:
+        """Whether somebody wrote to the weight since both agreed, and whether to its master. No device read."""
         now = self._state(weight)
-        here, there = now[:2] != self.agreed[:2], now[2:] != self.agreed[2:] and not self.is_split
-        if weight.dtype is not self.dtype:
-            return 'type'
-        if here and there:
-            return 'both'
-        return 'weight' if here else 'master' if there else ''
+        return now[:2] != self.agreed[:2], now[2:] != self.agreed[2:] and not self.is_split
 
     def _state(self, weight: Tensor) -> tuple[int, ...]:
         return weight._version, weight.data_ptr(), self.partner._version, self.partner.data_ptr()
@@ -176,23 +171,25 @@ def agree(weights: Iterable[Tensor]) -> list[Tensor]:
     Raises:
         AmpUsageError: Both sides were written to. Nothing has been changed.
     """
-    written: defaultdict[str, list[Tensor]] = defaultdict(list)
+    # by what was written to, the weight and its master; and those of another type
+    written: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
         pair = pairs.get(weight)
         if pair is not None:
-            written[pair.edited(weight)].append(weight)
-    if written['both']:
+            written[pair.edited(weight) if weight.dtype is pair.dtype else 'type'].append(weight)
+    if written[True, True]:
+        names = some([pairs[weight].name for weight in written[True, True]])
         raise AmpUsageError(
-            f'both sides of {some([pairs[weight].name for weight in written["both"]])} were written to, the 16-bit weight and its '
-            f'FP32 master (amp.master_params): say which counts, weights_changed([model.fc.weight]) or masters_changed([...]).'
+            f'both sides of {names} were written to since they last agreed, the 16-bit weight and its FP32 master. Say which '
+            f'one counts: weights_changed([model.fc.weight]), or masters_changed([...]) with what amp.master_params gives.'
         )
     for weight in written['type']:
         value = weight.data
         replace_data(weight, value.to(pairs[weight].dtype))
         write_fp32(weight, value)
-    masters_win(written['master'])
-    weights_win(written['weight'])
-    return [weight for weight in written[''] if not pairs[weight].is_split]
+    masters_win(written[False, True])
+    weights_win(written[True, False])
+    return [weight for weight in written[False, False] if not pairs[weight].is_split]
 
 
 @torch.no_grad()

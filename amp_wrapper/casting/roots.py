@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import TypeGuard
 
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def find_roots(
-    model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Container[int] = ()
+    model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Collection[int] = ()
 ) -> list[tuple[str, nn.Module]]:
     """The modules whose inputs and outputs are cast: the model, or its largest parts that one optimizer steps alone.
 
@@ -63,10 +63,7 @@ def find_roots(
 
     Returns:
         (qualified name, module) pairs. The model itself where the optimizer steps every trainable parameter and no other
-        optimizer steps any; otherwise frozen parts, and those of other optimizers, are left out.
-
-    Raises:
-        AmpAttachError: A module with parameters of its own around one that is cast already.
+        optimizer steps any; otherwise frozen parts, those of other optimizers, and parameters beside them are left out.
     """
     if optimizer is None:
         return [('', model)]
@@ -78,16 +75,12 @@ def find_roots(
     # modules of the roots, and the model, which is none
     inside = {id(model)}
     for name, module in model.named_modules():
-        parameters, part = set(map(id, module.parameters())), unwrap(module)
-        if id(module) in inside or not parameters or id(part) in done:
-            continue
-        if any(id(below) in done for below in module.modules()):
-            if owned.intersection(map(id, part.parameters(recurse=False))):
-                raise AmpAttachError(
-                    f'{name} has parameters of its own around a module that another wrapper casts: give the whole to one.'
-                )
+        parameters, parts, part = set(map(id, module.parameters())), set(map(id, module.modules())), unwrap(module)
         # a list or dict of modules has no forward of its own
-        elif parameters <= owned and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+        may_be = (
+            id(module) not in inside and parts.isdisjoint(done) and not isinstance(part, (nn.ModuleList, nn.ModuleDict))
+        )
+        if may_be and parameters and parameters <= owned:
             roots.append((name, part))
-            inside.update(map(id, module.modules()))
+            inside |= parts
     return roots

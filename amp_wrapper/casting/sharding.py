@@ -73,9 +73,7 @@ class Sharding:
             text = "of one dimension, or of two, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')"
             problems.append(f'mesh={mesh!r} must be a DeviceMesh {text}.')
         read = read_words('sharding', options or {}, SHARDING_OPTIONS, problems)
-        if policy.accumulate_in_fp32 and policy.casts_model:
-            if read.get('reduce_dtype') not in (None, torch.float32):
-                problems.append("sharding['reduce_dtype'] contradicts accumulate_in_fp32=True, float32: leave it out.")
+        if policy.accumulate_in_fp32 and policy.casts_model and read.setdefault('reduce_dtype') is None:
             read['reduce_dtype'] = torch.float32
         if problems:
             raise AmpConfigError(problems)
@@ -119,14 +117,10 @@ def shard(
         unfit = [class_name(part) for part in model.modules() if is_parallel(part)]
         unfit += [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
         if unfit:
-            raise AmpAttachError(
-                f'{some(unfit)}: hand over a whole model, without DDP; leave mesh out for a sharded one.'
-            )
+            raise AmpAttachError(f'{some(unfit)}: hand over a whole model without DDP, or leave mesh out.')
         plan = CastPlan([('', model)], policy, leave, average)
         if plan.rounded and not has_16bit_shards(policy):
-            raise AmpAttachError(
-                f'{some(plan.rounded)}: 16-bit already, and shards are FP32: drop .half() or .bfloat16().'
-            )
+            raise AmpAttachError(f'{some(plan.rounded)}: 16-bit already. Hand over the FP32 model, for FP32 shards.')
         half.update(plan.parameters.values())
         calls += order_of_calls(model, find_blocks(model, sharding.blocks), half)
     for optimizer in optimizers:
@@ -232,8 +226,8 @@ def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list
 def _items(module: nn.Module) -> Iterator[nn.Module]:
     """The items of the outermost lists that have modules inside, such as the layers of a transformer."""
     for child in module.children():
-        is_item = isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in child.children())
-        if is_item and not isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_list and any(True for _ in child.children()):
             yield child
         else:
             yield from _items(child)
