@@ -49,16 +49,13 @@ class Pair:
     is_split: bool
     agreed: tuple[int, ...] = ()
 
-    def settle(self, weight: Tensor) -> None:
-        """Both sides agree now."""
-        self.agreed = self._state(weight)
-
     def edited(self, weight: Tensor) -> tuple[bool, bool]:
         """Whether somebody wrote to the weight since both agreed, and whether to its master. No device read."""
-        now = self._state(weight)
+        now = self.state(weight)
         return now[:2] != self.agreed[:2], now[2:] != self.agreed[2:] and not self.is_split
 
-    def _state(self, weight: Tensor) -> tuple[int, ...]:
+    def state(self, weight: Tensor) -> tuple[int, ...]:
+        """What :attr:`agreed` keeps, as it is now."""
         return weight._version, weight.data_ptr(), self.partner._version, self.partner.data_ptr()
 
 
@@ -87,7 +84,7 @@ def make_pair(weight: nn.Parameter, name: str, dtype: torch.dtype, splits: bool)
     after_zero_grad(_clear_masters)
     partner = nn.Parameter(value, requires_grad=weight.requires_grad and not splits)
     pair = pairs[weight] = Pair(name, partner, dtype, splits)
-    pair.settle(weight)
+    pair.agreed = pair.state(weight)
     return pair
 
 
@@ -152,7 +149,7 @@ def write_fp32(tensor: Tensor, value: Tensor) -> None:
         near, exact = split(exact, pair.dtype)
     tensor.copy_(near)
     pair.partner.copy_(exact)
-    pair.settle(tensor)
+    pair.agreed = pair.state(tensor)
 
 
 def agree(weights: Iterable[Tensor]) -> list[Tensor]:
@@ -204,7 +201,7 @@ def weights_win(weights: Iterable[Tensor]) -> None:
     for weight, pair in found:
         if pair.is_split:
             pair.partner.zero_()
-        pair.settle(weight)
+        pair.agreed = pair.state(weight)
 
 
 @torch.no_grad()
@@ -217,7 +214,7 @@ def masters_win(weights: Iterable[Tensor]) -> None:
     found = paired(weights)
     ops.multi_tensor_copy([pair.partner for _, pair in found], [weight for weight, _ in found])
     for weight, pair in found:
-        pair.settle(weight)
+        pair.agreed = pair.state(weight)
 
 
 def differ(weight: Tensor) -> bool:
@@ -231,7 +228,7 @@ def follow_device(weight: Tensor) -> None:
     pair = pairs.get(weight)
     if pair is not None:
         pair.partner.data = pair.partner.data.to(weight.device)
-        pair.settle(weight)
+        pair.agreed = pair.state(weight)
 
 
 def replace_data(tensor: Tensor, data: Tensor) -> None:
