@@ -138,9 +138,7 @@ class Masters:
         """
         twice = [self._pairs[weight].name for weight in weights if weight in self._pairs and self.kind == 'whole']
         if twice:
-            raise AmpUsageError(
-                f'{some(twice)} was added to the optimizer a second time: leave it out of add_param_group().'
-            )
+            raise AmpUsageError(f'{some(twice)} was added to the optimizer a second time: leave it out of the groups.')
         new = [p for p in weights if p not in self._pairs and (p in pairs or p not in self._frozen)]
         for weight in new:
             name = self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')

@@ -73,8 +73,8 @@ class Sharding:
             text = "of one dimension, or of two, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')"
             problems.append(f'mesh={mesh!r} must be a DeviceMesh {text}.')
         read = read_words('sharding', options or {}, SHARDING_OPTIONS, problems)
-        if policy.accumulate_in_fp32 and policy.casts_model and read.setdefault('reduce_dtype') is None:
-            read['reduce_dtype'] = torch.float32
+        if policy.accumulate_in_fp32 and policy.casts_model:
+            read['reduce_dtype'] = read.get('reduce_dtype') or torch.float32
         if problems:
             raise AmpConfigError(problems)
         return cls(mesh, **read)
