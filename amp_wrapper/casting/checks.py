@@ -66,7 +66,7 @@ def check_range(weights: Mapping[str, Tensor]) -> None:
         found = shards.Layout(tensors).exchange(numbers, greatest=True).tolist()
     beyond = {name: value for name, value in zip(named, found) if value >= _FLOAT16_LIMIT}
     if beyond:
-        modules = list(dict.fromkeys(name.rpartition('.')[0] for name in beyond))
+        modules = list(dict.fromkeys(name.rpartition('.')[0] for name in beyond if '.' in name))
         raise AmpAttachError(
             f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(beyond)}, up to '
             f"{max(beyond.values()):g}: keep their modules in FP32 (keep_fp32={modules}), or use bfloat16 (opt_level='O5')."
@@ -112,7 +112,7 @@ def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor], level: 
     """
     for dtype, device in {(t.dtype, t.device) for _, t in own_tensors(module) if t.dtype in CASTABLE}:
         made = torch.empty(0, dtype=dtype, device=device)
-        # what fails here fails when it is called for the module
+        # what fails here fails once more when it is called for the module
         with torch.no_grad(), suppress(Exception):
             made = fn(made)
         if isinstance(made, Tensor) and made.dtype is not dtype:

@@ -207,11 +207,11 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         model: Not sharded; tensors on the meta device are left alone.
         mesh: Of all ranks that will hold a part of it.
     """
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            tensor.copy_(distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim).to_local())
+    for tensor in [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]:
+        value = tensor.detach().to(mesh.device_type).contiguous()
+        for group in mesh.get_all_groups():
+            torch.distributed.broadcast(value, group=group, group_src=0)
+        tensor.copy_(value)
 
 
 def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
