@@ -224,7 +224,9 @@ class Masters:
         chosen, unclear = [], []
         for weight, pair in fp32_values.paired(self._pairs):
             own, beside = (weight, pair.partner) if side == 'weight' or pair.is_split else (pair.partner, weight)
-            if pair.is_split or pair.edited(weight)[side == 'weight'] if given is None else id(beside) in given:
+            weight_edited, master_edited = pair.edited(weight)
+            would_be_lost = pair.is_split or (master_edited if side == 'weight' else weight_edited)
+            if would_be_lost if given is None else id(beside) in given:
                 unclear.append(pair.name)
             elif given is None or id(own) in given:
                 chosen.append(weight)

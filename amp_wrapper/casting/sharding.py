@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from .shard_check import has_16bit_shards
 
 #: What one call of ``fully_shard`` is for, and whether the level computes with it in 16-bit.
 Call = tuple[list[nn.Module], bool]
-#: How to shard over a mesh: the other fields of :class:`Sharding`, as users write them.
+#: How to shard over a mesh: the attributes of :class:`Sharding` but for the mesh, as users write them.
 SHARDING_OPTIONS: dict[str, Option] = {
     'blocks': OPTIONS['keep_fp32'],
     'reduce_dtype': Option(None, (torch.float32, torch.float16, torch.bfloat16, None), convert=to_dtype),
@@ -36,8 +36,7 @@ SHARDING_OPTIONS: dict[str, Option] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Sharding:
+class Sharding(SimpleNamespace):
     """How a model is sharded.
 
     Attributes:
@@ -49,12 +48,6 @@ class Sharding:
             they are kept in parts. None: of all but the outermost.
         offload: Whether shards, gradients and optimizer state stay on the CPU.
     """
-
-    mesh: DeviceMesh
-    blocks: tuple[str | type, ...] | None = None
-    reduce_dtype: torch.dtype | None = None
-    reshard_after_forward: bool | int | None = None
-    offload: bool = False
 
     @classmethod
     def of(cls, mesh: Any, options: Mapping[str, Any] | None, policy: Policy) -> Sharding:
@@ -72,12 +65,13 @@ class Sharding:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
             text = "of one dimension, or of two, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')"
             problems.append(f'mesh={mesh!r} must be a DeviceMesh {text}.')
-        read = read_words('sharding', options or {}, SHARDING_OPTIONS, problems)
-        if policy.accumulate_in_fp32 and policy.casts_model:
-            read['reduce_dtype'] = read.get('reduce_dtype') or torch.float32
+        given = {name: option.default for name, option in SHARDING_OPTIONS.items()} | dict(options or {})
+        read = read_words('sharding', given, SHARDING_OPTIONS, problems)
         if problems:
             raise AmpConfigError(problems)
-        return cls(mesh, **read)
+        if policy.accumulate_in_fp32 and policy.casts_model:
+            read['reduce_dtype'] = read['reduce_dtype'] or torch.float32
+        return cls(mesh=mesh, **read)
 
 
 def shard(

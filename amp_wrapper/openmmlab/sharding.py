@@ -6,7 +6,6 @@ what the level keeps in FP32, and before a checkpoint is loaded.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -129,7 +128,7 @@ class MMFullyShard(nn.Module):
         chosen = Sharding.of(self._mesh, options, policy)
         shard(_parts(self.module, apart), policy, chosen, optimizers, leave, averages)
         if average is not None:
-            chosen = dataclasses.replace(chosen, reduce_dtype=None)
+            chosen = Sharding.of(self._mesh, {**options, 'reduce_dtype': None}, resolve('O0'))
             shard(_parts(average.module, apart), resolve('O0'), chosen, (), leave, averages)
             # what it was made with
             named = dict(average.module.named_parameters())
