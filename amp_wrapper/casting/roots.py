@@ -75,12 +75,10 @@ def find_roots(
     # modules of the roots, and the model, which is none
     inside = {id(model)}
     for name, module in model.named_modules():
-        parameters, parts, part = set(map(id, module.parameters())), set(map(id, module.modules())), unwrap(module)
-        # a list or dict of modules has no forward of its own
-        may_be = (
-            id(module) not in inside and parts.isdisjoint(done) and not isinstance(part, (nn.ModuleList, nn.ModuleDict))
-        )
-        if may_be and parameters and parameters <= owned:
-            roots.append((name, part))
+        parameters, parts = set(map(id, module.parameters())), set(map(id, module.modules()))
+        # which has no forward of its own
+        is_list = isinstance(unwrap(module), (nn.ModuleList, nn.ModuleDict))
+        if parameters and parameters <= owned and not is_list and id(module) not in inside and parts.isdisjoint(done):
+            roots.append((name, unwrap(module)))
             inside |= parts
     return roots

@@ -40,9 +40,7 @@ def check_shards(
             continue
         needs = ['a group of fully_shard, which gathers it'] if group is None and policy.casts_model else []
         if policy.split_masters:
-            needs = [
-                'no master: FP32 shards are the masters already, and nothing is kept twice. Leave master_weights out'
-            ]
+            needs = ['no master: FP32 shards are masters, and nothing is kept twice. Leave master_weights out']
         elif group is not None:
             held = torch.float32 if parameter.requires_grad and own in CASTABLE else own
             gathered, averaged = (dtype or own for dtype in types_of_group(group))

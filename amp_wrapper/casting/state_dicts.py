@@ -33,9 +33,9 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
         fp32_values.weights_win(edited)
         if edited and rule.model.speaks:
             logger.warning(
-                f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value: '
-                f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '
-                f'small steps; call weights_changed() right after an edit that training is to take up at once.'
+                f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value, and '
+                f'loses steps that are too small for 16-bit: name the module in keep_fp32=[...] if it is moved by them; call '
+                f'weights_changed() right after an edit that training is to take up at once.'
             )
         state_dict[key] = fp32_values.fp32_value(tensor)
 
