@@ -22,13 +22,15 @@ from .rule import Rule, traced
 _FLOAT32 = frozenset({torch.float32})
 
 
-def watched(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """A call that others watch from outside of its casts."""
+def call(module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+    """Call a module by its rule; who watches it is told from outside of its casts."""
     watchers, output = module._amp_wrapper_link.watchers, None
+    if not watchers or torch.compiler.is_compiling():
+        return by_rule(module, own, args, kwargs)
     try:
         for watcher in watchers:
             watcher.enter(module, args, kwargs)
-        output = by_rule(module, call, args, kwargs)
+        output = by_rule(module, own, args, kwargs)
     finally:
         for watcher in watchers:
             watcher.leave(module, output)
@@ -45,36 +47,23 @@ def by_rule(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     copies = rule.copies(args, kwargs)
     if copies is None and rule.outputs is None and not rule.opens and not rule.sets_autocast:
         return call(*args, **kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        return _trace(module, rule, call, copies, args, kwargs)
-    before = said_once.speaks(rule.model.speaks) if rule.is_model else None
+    before = said_once.speaks(rule.policy.verbosity >= 1) if rule.is_model else None
+    is_traced = copies is not None and torch.compiler.is_dynamo_compiling()
+    if is_traced:
+        traced.append(copies)
     try:
         return _run(module, rule, call, copies, args, kwargs)
     except (RuntimeError, TypeError) as error:
         if rule.is_model:
-            type_errors.explain(module, error, rule.model.level)
+            type_errors.explain(module, error, rule.policy.opt_level)
         raise
     finally:
+        if is_traced:
+            traced.pop()
         if copies is not None:
             copies.write_back()
         if before is not None:
             said_once.speaks(before)
-
-
-def _trace(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:
-    """A call that is becoming part of a graph."""
-    if not region.is_open():
-        # what errors have left
-        traced.clear()
-    if copies is not None:
-        traced.append(copies)
-    if rule.is_model:
-        said_once.speaks(rule.model.speaks)
-    result = _run(module, rule, call, copies, args, kwargs)
-    if copies is not None:
-        traced.pop()
-        copies.write_back()
-    return result
 
 
 def _run(module: Any, rule: Rule, call: Any, copies: Copies | None, args: Any, kwargs: Any) -> Any:

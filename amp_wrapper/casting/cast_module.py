@@ -14,16 +14,16 @@ from types import FunctionType
 from typing import Any, cast
 from weakref import ReferenceType, WeakSet, ref
 
-import torch
 from torch import Tensor, nn
 
 from ..compiler_internals import never_compiled
 from ..errors import AmpAttachError, ScriptingError
 from ..policy.fp32_registry import FP32_METHODS
+from ..policy.levels import Policy
 from ..policy.nested import HALF_TYPES
 from . import calls, checks, fp32_values, functions, region, state_dicts
 from .modules import own_tensors
-from .rule import Link, Model, Rule, rule_of
+from .rule import Link, Rule, rule_of
 
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
 ENTRY_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference', *FP32_METHODS)
@@ -41,24 +41,19 @@ class CastModule(nn.Module):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module by its rule. Who kept ``module.__call__`` comes here as well, such as wrappers of torch.compile."""
         # torch.compile fails over super() inside of blocks
-        call: Any = super()._call_impl
-        rule, link = self._amp_wrapper_rule, self._amp_wrapper_link
-        if link.watchers and not torch.compiler.is_compiling():
-            return calls.watched(self, call, args, kwargs)
-        is_idle = rule is None or (rule.outermost and region.is_open()) or (rule.is_idle and link.listener is None)
-        return call(*args, **kwargs) if is_idle else calls.by_rule(self, call, args, kwargs)
+        own: Any = super()._call_impl
+        return calls.call(self, own, args, kwargs)
 
     def _call_own(self, *args: Any, **kwargs: Any) -> Any:
         """As ``_call_impl``, where the class of the module has a ``__call__`` of its own."""
-        is_watched = self._amp_wrapper_link.watchers and not torch.compiler.is_compiling()
-        return (calls.watched if is_watched else calls.by_rule)(self, super().__call__, args, kwargs)
+        return calls.call(self, super().__call__, args, kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Refuses half(), float(), to(dtype) and their like, and moves masters with their weights."""
         for module in self.modules():
             # before anything is changed
             if isinstance(module, CastModule) and module._amp_wrapper_rule and module._amp_wrapper_link.is_attached:
-                checks.refuse_conversion(module, fn, module._amp_wrapper_rule.model.level)
+                checks.refuse_conversion(module, fn, module._amp_wrapper_rule.policy.opt_level)
         fp32_values.agree(self.parameters(recurse=False))
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for weight in self.parameters(recurse=False):
@@ -71,7 +66,7 @@ class CastModule(nn.Module):
         listener = self._amp_wrapper_link.listener
         if listener is not None:
             listener.before_load()
-        if self._amp_wrapper_rule is None or not self._amp_wrapper_rule.model.casts:
+        if self._amp_wrapper_rule is None or not self._amp_wrapper_rule.casts:
             load()
         else:
             state_dicts.load(self, load, state_dict, prefix)
@@ -189,14 +184,14 @@ def _entry(method: Callable[..., Any], in_fp32: bool) -> Callable[..., Any]:
         rule = self._amp_wrapper_rule
         if rule is not None and in_fp32 and region.is_open():
             return functions.call_in_fp32(functions.METHOD_OP, method, (self, *args), kwargs)
-        if rule is None or not rule.model.entry or region.is_open():
+        if rule is None or not rule.entry or region.is_open():
             return method(self, *args, **kwargs)
         if rule.outermost or rule.opens == region.TABLES:
             # as a call of the module
             return calls.by_rule(self, functools.partial(entry, self), args, kwargs)
         if self._amp_wrapper_link.listener is not None:
             self._amp_wrapper_link.listener.before_call()
-        with region.spare(rule.model.entry), region.operands(rule.model.entry):
+        with region.spare(rule.entry), region.operands(rule.entry):
             return entry(self, *args, **kwargs)
 
     never_compiled(entry)
@@ -232,16 +227,16 @@ def _cast_again(make: Callable[..., nn.Module], words: tuple[Any, ...], rule: Ru
     if rule is not None:
         put(module, rule)
         if rule.is_model:
-            install(rule.model)
+            install(rule.policy)
     return module
 
 
-def install(common: Model) -> None:
+def install(policy: Policy) -> None:
     """Let act in regions the registry, and what a configuration names, as long as a module is cast by it."""
     functions.install()
     region.install()
-    for op in common.fp32_ops:
-        functions.add(op, common)
+    for op in policy.fp32_ops:
+        functions.add(op, policy)
 
 
 def link_of(module: nn.Module) -> Link:
@@ -296,4 +291,4 @@ def is_cast(model: nn.Module) -> bool:
 
 def holds_casts(model: nn.Module) -> bool:
     """Whether a model, or a part of it, has 16-bit weights of a level. Rules of O0, O1 and O4 are replaced by others."""
-    return any(rule is not None and rule.model.casts for rule in map(rule_of, model.modules()))
+    return any(rule is not None and rule.casts for rule in map(rule_of, model.modules()))

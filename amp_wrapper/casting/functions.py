@@ -24,11 +24,11 @@ from torch import nn
 from ..compiler_internals import constant_when_traced, never_compiled, never_compiled_alone
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy.fp32_registry import FLOAT32, FP32_OPS, METHOD_REASON, Fp32Op
+from ..policy.levels import Policy
 from ..policy.lookup import find, is_class, parent_of
 from ..policy.nested import HALF_TYPES, cast_tensors, tensors_in
 from . import kernels, region
 from .copies import Copies
-from .rule import Model
 
 #: Of methods that run in FP32 by their name.
 METHOD_OP = Fp32Op('*', METHOD_REASON, FLOAT32)
@@ -58,12 +58,12 @@ class Rules:
         self.rule = rule
         self._ops: list[Fp32Op] = []
 
-    def add(self, op: Fp32Op, model: Model | None) -> None:
-        """Take up an entry; that of a configuration, as long as a module is cast by it."""
+    def add(self, op: Fp32Op, policy: Policy | None) -> None:
+        """Take up an entry; that of a configuration, as long as a rule holds it."""
         self._ops.append(op)
         self.op = op
-        if model is not None:
-            weakref.finalize(model, self._remove, op).atexit = False
+        if policy is not None:
+            weakref.finalize(policy, self._remove, op).atexit = False
 
     def _remove(self, op: Fp32Op) -> None:
         self._ops.remove(op)
@@ -126,12 +126,12 @@ _waiting: dict[str, Fp32Op] = {}
 _modules: tuple[int, str] = (0, '')
 
 
-def add(op: Fp32Op, model: Model | None = None) -> None:
+def add(op: Fp32Op, policy: Policy | None = None) -> None:
     """Let the function behind a name run in FP32 in regions; later, where its package is not imported yet.
 
     Args:
         op: The entry. Classes of modules are left to the casts of modules.
-        model: Of a configuration, which acts as long as a module has rules of it; None for the registry.
+        policy: The configuration that names it: it acts as long as that object lives. None for the registry.
     """
     value = find(op.name)
     if value is None:
@@ -141,12 +141,12 @@ def add(op: Fp32Op, model: Model | None = None) -> None:
     if is_class(bound, torch.autograd.Function) and getattr(value, '__name__', '') == 'apply':
         value = bound
     if is_class(value, torch.autograd.Function):
-        _rules_of_class(value).add(op, model)
+        _rules_of_class(value).add(op, policy)
     # with a warning is what torch refuses under the autocast of a GPU, whose kernels come first
     elif not is_class(value, nn.Module) and (
-        model is not None or not kernels.add(op) or (op.warning and isinstance(value, FunctionType))
+        policy is not None or not kernels.add(op) or (op.warning and isinstance(value, FunctionType))
     ):
-        rules_of(*parent_of(op.name)).add(op, model)
+        rules_of(*parent_of(op.name)).add(op, policy)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from ..shards import is_sharded
 from . import cast_module, checks, computed_weights, fp32_values, region, shard_check, state_dicts
 from .kept import BATCHNORM, FOLLOWS, SHARED, kept_inputs, kept_modules
 from .modules import is_loss, is_table, own_tensors
-from .rule import Model, Rule
+from .rule import Rule
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
 
@@ -205,7 +205,7 @@ class CastPlan:
             said_once.said.clear()
         for rule in rules.values():
             if rule.is_model:
-                cast_module.install(rule.model)
+                cast_module.install(rule.policy)
         for module in self._roles:
             cast_module.take_off(module)
         for tensor in self.raised:
@@ -214,7 +214,7 @@ class CastPlan:
             cast_in_place(tensor, policy.cast_model_type or torch.float32)
         for module, rule in rules.items():
             cast_module.put(module, rule).is_attached = True
-            if rule.model.casts and self._roles[module] is Role.CAST:
+            if rule.casts and self._roles[module] is Role.CAST:
                 _add_hooks(module)
 
     def remove(self) -> None:
@@ -237,19 +237,16 @@ class CastPlan:
             # casts of other models end here
             inside = region.NOTHING if self._covers and not policy.keeps_types else region.AS_AROUND
         plain = Rule(
-            Model(
-                level=policy.opt_level,
-                casts=policy.casts_model or policy.keeps_types,
-                speaks=policy.verbosity >= 1,
-                entry=inside if policy.runs_16_bit else region.AS_AROUND,
-                fp32_ops=policy.fp32_ops,
-            )
+            # of its own: what it names acts as long as a module has it
+            replace(policy),
+            casts=policy.casts_model or policy.keeps_types,
+            entry=inside if policy.runs_16_bit else region.AS_AROUND,
         )
         if policy.keeps_types:
             given = set(map(id, self.parameters.values()))
             return {module: plain for module in self._roles if given.intersection(map(id, module.parameters(False)))}
-        covers = Rule(
-            plain.model,
+        covers = replace(
+            plain,
             outputs=policy.cast_model_outputs or torch.float32,
             enter=self._enter,
             opens=inside,

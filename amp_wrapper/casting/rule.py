@@ -9,29 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler_internals import never_compiled_alone
-from ..policy.fp32_registry import Fp32Op
+from ..policy.levels import LEVEL_TABLE, Policy
 from ..policy.nested import CASTABLE, EnterObject
 from . import region
 from .copies import Copies
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What the modules of an attached model have in common.
-
-    Attributes:
-        level: The opt level.
-        casts: Whether the weights are 16-bit, or may have FP32 values beside them.
-        speaks: Whether calls may warn.
-        entry: What the region of a method in :data:`ENTRY_METHODS` lets act that is called outside of any region.
-        fp32_ops: What the configuration names.
-    """
-
-    level: str = ''
-    casts: bool = False
-    speaks: bool = False
-    entry: str = region.AS_AROUND
-    fp32_ops: tuple[Fp32Op, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +20,9 @@ class Rule:
     """What a call of a module does. By default, nothing.
 
     Attributes:
-        model: What it is part of.
+        policy: The configuration that the module is cast by.
+        casts: Whether weights are 16-bit, or may have FP32 values beside them.
+        entry: What the region of a method in :data:`ENTRY_METHODS` lets act that is called outside of any region.
         inputs: Floating arguments become this type; None leaves them.
         sources: The types that are cast.
         kept: Arguments that stay as they were before a module around this one cast them: their names, and their places in
@@ -55,10 +38,11 @@ class Rule:
         autocast: Its type; None for off.
         warning: Given where the first argument is 16-bit.
         is_model: Whether the module is a whole model: says whether its calls may warn, and explains errors about types.
-        is_idle: Whether a call does nothing but what the module does.
     """
 
-    model: Model = dataclasses.field(default_factory=Model)
+    policy: Policy = LEVEL_TABLE['O0']
+    casts: bool = False
+    entry: str = region.AS_AROUND
     inputs: torch.dtype | None = None
     sources: frozenset[torch.dtype] = CASTABLE
     kept: tuple[tuple[str, int], ...] = ()
@@ -73,11 +57,6 @@ class Rule:
     autocast: torch.dtype | None = None
     warning: str = ''
     is_model: bool = False
-    is_idle: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        acts = self.inputs or self.outputs or self.kept or self.opens or self.sets_autocast
-        object.__setattr__(self, 'is_idle', not acts)
 
     def copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Copies | None:
         """What casts the arguments of a call; None where none of them has to be cast."""

@@ -23,7 +23,7 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
     variables and gets them as they are. Once the casts are taken off, this does nothing.
     """
     rule = rule_of(module) or Rule()
-    for name, tensor in own_tensors(module) if rule.model.casts else ():
+    for name, tensor in own_tensors(module) if rule.casts else ():
         key = prefix + name
         value = state_dict.get(key)
         if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
@@ -31,7 +31,7 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
         # reads the device
         edited = list(filter(fp32_values.differ, fp32_values.agree([tensor])))
         fp32_values.weights_win(edited)
-        if edited and rule.model.speaks:
+        if edited and rule.policy.verbosity >= 1:
             logger.warning(
                 f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value, and '
                 f'loses steps that are too small for 16-bit: name the module in keep_fp32=[...] if it is moved by them; call '

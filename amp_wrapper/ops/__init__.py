@@ -216,20 +216,6 @@ def fused_sgd(
     _step('fused_sgd', grads, params, momentum_buffers, partners, *rest, **given)
 
 
-__all__ = [
-    'DECISION',
-    'add_gradients',
-    'backend',
-    'differ',
-    'fused_adam',
-    'fused_sgd',
-    'multi_tensor_axpby',
-    'multi_tensor_copy',
-    'multi_tensor_isnonfinite',
-    'multi_tensor_l2norm',
-    'multi_tensor_maxnorm',
-    'multi_tensor_scale',
-    'refresh_masters',
-    'serves',
-    'update_scale',
-]
+__all__ = ['DECISION', 'add_gradients', 'backend', 'differ', 'fused_adam', 'fused_sgd', 'multi_tensor_axpby']
+__all__ += ['multi_tensor_copy', 'multi_tensor_isnonfinite', 'multi_tensor_l2norm', 'multi_tensor_maxnorm']
+__all__ += ['multi_tensor_scale', 'refresh_masters', 'serves', 'update_scale']
