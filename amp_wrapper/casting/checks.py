@@ -38,9 +38,8 @@ def rounded_before(
     half = {k: p for k, p in parameters.items() if p.dtype in HALF_TYPES and p.requires_grad and id(p) not in left}
     if half and not policy.from_16bit:
         raise AmpAttachError(
-            f'the model is 16-bit already: {some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()); where there '
-            f'is none, write from_16bit=True, and FP32 values begin with the rounded ones. What is not trained may stay '
-            f'16-bit: freeze it first, by requires_grad_(False).'
+            f'the model is 16-bit already: {some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()), or write '
+            f'from_16bit=True for FP32 values that begin with the rounded ones; freeze what is not trained before.'
         )
     return half
 
@@ -117,8 +116,7 @@ def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor], level: 
             made = fn(made)
         if isinstance(made, Tensor) and made.dtype is not dtype:
             raise AmpUsageError(
-                f'{type(module).__name__} is part of a model that mixed precision is attached to, at {level}, which decides '
-                f'the types: half(), float(), bfloat16(), double(), type() and to(dtype) would turn {dtype_name(dtype)} into '
-                f'{dtype_name(made.dtype)} behind the optimizer and its masters. Load model.state_dict(), whose values are '
-                f'FP32, into a new model; detach() of AmpOptimWrapper gives the FP32 model back.'
+                f'{type(module).__name__} is part of a model that mixed precision is attached to, at {level}: half(), float(), '
+                f'to(dtype) and their like would turn {dtype_name(dtype)} into {dtype_name(made.dtype)} behind the optimizer '
+                f'and its masters. Load model.state_dict(), which is FP32, into a new model, or detach() the AmpOptimWrapper.'
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -120,8 +120,8 @@ def shard(
     for optimizer in optimizers:
         if any(optimizer.state.values()):
             raise AmpAttachError(
-                f'{type(optimizer).__name__} has state already, which does not fit shards: initialise before the first step, '
-                f'and load the state afterwards by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
+                f'{type(optimizer).__name__} has state already, which fits no shards: shard before its first step, and load '
+                f'its state afterwards by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
             )
     before = [parameter for model in models for parameter in model.parameters()]
     # from here on, things change
@@ -209,22 +209,19 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
-    """The modules that are gathered one by one, outer ones first, without the model itself."""
+    """The modules that are gathered one by one, without the model itself.
+
+    By default the items of the outermost lists that have modules inside, such as the layers of a transformer.
+    """
     if wanted is None:
-        return list(_items(model))
+        # a ModuleDict is no list, and nobody calls it
+        lists = [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+        items = [item for each in lists for item in each.children() if _has_forward(item) and item not in lists]
+        below = {each for item in items for child in item.children() for each in child.modules()}
+        return [item for item in items if item not in below and any(True for _ in item.children())]
     names = [item if isinstance(item, str) else item.__name__ for item in wanted]
     named = match([('', model)], [(Kept("sharding['blocks']", name, ''), item) for name, item in zip(names, wanted)])
     return [each for each in model.modules() if id(each) in named and each is not model and _has_forward(each)]
-
-
-def _items(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost lists that have modules inside, such as the layers of a transformer."""
-    for child in module.children():
-        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_list and any(True for _ in child.children()):
-            yield child
-        else:
-            yield from _items(child)
 
 
 def _has_forward(module: nn.Module) -> bool:
