@@ -10,7 +10,7 @@ torch itself tells its users to use, and those that every version has had for ye
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -183,20 +183,7 @@ def overlaps_with_ddp(optimizer: Any) -> bool:
     return bool(getattr(optimizer, '_overlap_with_ddp', False))
 
 
-def replace_in_zero(optimizer: Any, replaced: Mapping[int, Tensor]) -> None:
-    """Let the optimizer inside of a ``ZeroRedundancyOptimizer`` step other tensors of the same sizes, with the same state.
-
-    The groups that it shows to others are copies of those inside, and it has no method for it. It divides parameters by their
-    sizes, so each rank keeps what it has. In every version since 1.12.
-
-    Args:
-        optimizer: Its own groups have the new tensors already.
-        replaced: The new tensor for the id of each old one.
-    """
-    inner = optimizer.optim
-    for group in inner.param_groups:
-        group['params'][:] = [replaced.get(id(parameter), parameter) for parameter in group['params']]
-    for parameter in list(inner.state):
-        inner.state[replaced.get(id(parameter), parameter)] = inner.state.pop(parameter)
+def note_parameters(optimizer: Any) -> None:
+    """Let a ``ZeroRedundancyOptimizer`` take notice of other parameters in its groups: it has no method for it. Since 1.12."""
     optimizer._all_params = [parameter for group in optimizer.param_groups for parameter in group['params']]
     optimizer._clear_cache()

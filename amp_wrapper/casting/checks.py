@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from .. import shards
+from .. import ops, shards
 from ..errors import AmpAttachError, AmpUsageError, logger, some
 from ..policy.levels import Policy, dtype_name
 from ..policy.nested import CASTABLE, HALF_TYPES
@@ -34,16 +34,12 @@ def rounded_before(
     parameters = dict(named)
     lazy = [key for key, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
-        raise AmpAttachError(
-            f'parameters without a shape yet: {some(lazy)}. Run one forward pass through the lazy modules first.'
-        )
+        raise AmpAttachError(f'{some(lazy)} have no shape yet: run one forward pass through the lazy modules first.')
     half = {k: p for k, p in parameters.items() if p.dtype in HALF_TYPES and p.requires_grad and id(p) not in left}
     if half and not policy.from_16bit:
-        shown = [f'{key} ({dtype_name(parameter.dtype)})' for key, parameter in half.items()]
         raise AmpAttachError(
-            f'the model is 16-bit already: {some(shown)}. Hand over the FP32 model (drop .half() and .bfloat16()). Where there '
-            f'is none, as of a published 16-bit checkpoint, write from_16bit=True: FP32 values then begin with the rounded '
-            f'ones. Weights that are not trained need neither: freeze them first, by requires_grad_(False).'
+            f'the model is 16-bit already: {some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()), or write '
+            f'from_16bit=True for FP32 values that begin with the rounded ones; freeze what is not trained before.'
         )
     return half
 
@@ -57,32 +53,25 @@ def check_range(weights: Mapping[str, Tensor]) -> None:
     Raises:
         AmpAttachError: Names the weights.
     """
-    named = {n: t for n, t in weights.items() if t.dtype is not torch.float16 and t.numel() and not t.is_meta}
+    named = {n: t for n, t in weights.items() if t.dtype is not torch.float16 and not t.is_meta}
     if not named:
         return
     tensors = list(named.values())
     with torch.no_grad():
-        largest = torch.stack([_largest(part).to(tensors[0].device) for part in shards.local(tensors)])
+        # what is infinite or NaN before is so afterwards
+        largest = [ops.multi_tensor_maxnorm([part.nan_to_num(0, 0, 0)]) for part in shards.local(tensors)]
+        numbers = torch.stack([each.to(tensors[0].device) for each in largest]).double()
         # shards are different on each rank, and all of them have to know
-        found = shards.Layout(tensors).exchange(largest, greatest=True).tolist()
+        found = shards.Layout(tensors).exchange(numbers, greatest=True).tolist()
     beyond = {name: value for name, value in zip(named, found) if value >= _FLOAT16_LIMIT}
     if beyond:
-        modules = list(dict.fromkeys(name.rpartition('.')[0] for name in beyond))
-        remedy = f'keep their modules in FP32 (keep_fp32={modules})'
-        if '' in modules:
-            # keep_fp32 names modules, and the model itself would be all of it
-            remedy = 'move those that the model itself holds into a module of their own, for keep_fp32'
+        modules = list(dict.fromkeys(name.rpartition('.')[0] for name in beyond if '.' in name))
+        # those that the model itself holds have no module that could be named
+        keeps = f'keep their modules in FP32 (keep_fp32={modules}), or ' if modules else ''
         raise AmpAttachError(
-            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(list(beyond))}, up to '
-            f"{max(beyond.values()):g}: {remedy}, or use bfloat16 (opt_level='O5')."
+            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(beyond)}, up to '
+            f"{max(beyond.values()):g}: {keeps}use bfloat16 (opt_level='O5')."
         )
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest finite magnitude, a float64 scalar; 0 without any. What is infinite or NaN before is so afterwards."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.float64, device=tensor.device)
-    return tensor.detach().abs().nan_to_num(0, 0, 0).max().double()
 
 
 def is_too_fine(buffer: Tensor, dtype: torch.dtype) -> bool:
@@ -107,16 +96,14 @@ def warn(rounded: Collection[str], momentum: Collection[str], policy: Policy) ->
     Args:
         rounded: The names of the weights that :func:`rounded_before` found.
         momentum: The names of the parts that stay FP32 since they follow others.
-        policy: Says whether there are warnings, and whether the weights have FP32 values.
+        policy: Says whether there are warnings.
     """
-    has_fp32 = policy.master_weights or not (policy.casts_model or policy.keeps_types)
-    now = 'their FP32 values begin with the rounded ones' if has_fp32 else 'they are stepped without masters'
-    for level, names, what, text in (
-        (logging.WARNING, rounded, 'trainable weights were 16-bit before', now),
-        (logging.INFO, momentum, 'networks stay FP32', 'they are frozen, and may follow a part that trains'),
-    ):
-        if names and policy.verbosity >= 1:
-            logger.log(level, f'amp: {len(names)} {what} ({some(names)}): {text}.')
+    if rounded and policy.verbosity >= 1:
+        text = 'training begins with the rounded values'
+        logger.warning(f'amp: {len(rounded)} trainable weights were 16-bit before ({some(rounded)}): {text}.')
+    if momentum and policy.verbosity >= 1:
+        text = 'they are frozen, and may follow a part that trains'
+        logger.info(f'amp: {len(momentum)} networks stay FP32 ({some(momentum)}): {text}.')
 
 
 def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor], level: str) -> None:
@@ -125,17 +112,13 @@ def refuse_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor], level: 
     Every module of a cast model that has tensors does so before its own are changed.
     """
     for dtype, device in {(t.dtype, t.device) for _, t in own_tensors(module) if t.dtype in CASTABLE}:
-        try:
-            with torch.no_grad():
-                made = fn(torch.empty(0, dtype=dtype, device=device))
-        except Exception:
-            # the conversion itself raises this error
-            return
+        made = torch.empty(0, dtype=dtype, device=device)
+        # what fails here fails once more when it is called for the module
+        with torch.no_grad(), suppress(Exception):
+            made = fn(made)
         if isinstance(made, Tensor) and made.dtype is not dtype:
             raise AmpUsageError(
-                f'{type(module).__name__} is part of a model that mixed precision is attached to, at {level}: half(), '
-                f'float(), bfloat16(), double(), type() and to(dtype) would turn its {dtype_name(dtype)} tensors into '
-                f'{dtype_name(made.dtype)} behind the optimizer, its masters and the casts. The level decides the types. For a '
-                f'model of another type load model.state_dict(), whose values are FP32, into a new one; with AmpOptimWrapper, '
-                f'detach() gives the FP32 model back. Moves to a device and memory formats go on.'
+                f'{type(module).__name__} is part of a model that mixed precision is attached to, at {level}: half(), float(), '
+                f'to(dtype) and their like would turn {dtype_name(dtype)} into {dtype_name(made.dtype)} behind the optimizer '
+                f'and its masters. Load model.state_dict(), which is FP32, into a new model, or detach() the AmpOptimWrapper.'
             )

@@ -10,8 +10,9 @@ A copied weight has no FP32 value: the copy of a model has no masters.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,37 +39,28 @@ class Pair:
         name: What messages call the weight.
         partner: Its float32 master or int16 remainder, of its shape, on its device.
         dtype: The 16-bit type of the weight.
+        is_split: Whether the partner is a remainder.
         agreed: When both agreed: version and address of the weight, and of the partner.
     """
 
     name: str
     partner: nn.Parameter
     dtype: torch.dtype
+    is_split: bool
     agreed: tuple[int, ...] = ()
 
-    @property
-    def is_split(self) -> bool:
-        """Whether the partner is a remainder."""
-        return self.partner.dtype is torch.int16
+    def edited(self, weight: Tensor) -> tuple[bool, bool]:
+        """Whether somebody wrote to the weight since both agreed, and whether to its master. No device read."""
+        now = self.state(weight)
+        return now[:2] != self.agreed[:2], now[2:] != self.agreed[2:] and not self.is_split
 
-    def settle(self, weight: Tensor) -> None:
-        """Both sides agree now."""
-        self.agreed = (*_state(weight), *_state(self.partner))
-
-    def edited(self, weight: Tensor) -> Literal['', 'weight', 'master', 'both']:
-        """Which sides somebody wrote to since both agreed. No device read."""
-        here = _state(weight) != self.agreed[:2]
-        there = not self.is_split and _state(self.partner) != self.agreed[2:]
-        if here and there:
-            return 'both'
-        return 'weight' if here else 'master' if there else ''
+    def state(self, weight: Tensor) -> tuple[int, ...]:
+        """What :attr:`agreed` keeps, as it is now."""
+        return weight._version, weight.data_ptr(), self.partner._version, self.partner.data_ptr()
 
 
-def _state(tensor: Tensor) -> tuple[int, int]:
-    return tensor._version, tensor.data_ptr()
-
-
-_pairs: MutableMapping[Tensor, Pair] = WeakTensorKeyDictionary()
+#: What belongs to each weight that has an FP32 value beside its own.
+pairs: MutableMapping[Tensor, Pair] = WeakTensorKeyDictionary()
 #: How many pairs were made so far: where it has not changed, no weight has got an FP32 value.
 pairs_made = 0
 
@@ -86,15 +78,13 @@ def make_pair(weight: nn.Parameter, name: str, dtype: torch.dtype, splits: bool)
     pairs_made += 1
     value = weight.data.float()
     if splits:
-        near, remainder = split(value, dtype)
-        partner = nn.Parameter(remainder, requires_grad=False)
+        near, value = split(value, dtype)
         if weight.dtype is not dtype:
             replace_data(weight, near)
-    else:
-        partner = nn.Parameter(value, requires_grad=weight.requires_grad)
-        after_zero_grad(_clear_masters)
-    pair = _pairs[weight] = Pair(name, partner, dtype)
-    pair.settle(weight)
+    after_zero_grad(_clear_masters)
+    partner = nn.Parameter(value, requires_grad=weight.requires_grad and not splits)
+    pair = pairs[weight] = Pair(name, partner, dtype, splits)
+    pair.agreed = pair.state(weight)
     return pair
 
 
@@ -105,25 +95,20 @@ def _clear_masters(module: nn.Module, set_to_none: bool) -> None:
             pair.partner.grad = None if set_to_none else pair.partner.grad.zero_()
 
 
-def pair_of(tensor: Tensor) -> Pair | None:
-    """What belongs to a weight; None for a tensor without an FP32 value beside its own."""
-    return _pairs.get(tensor)
-
-
 def paired(weights: Iterable[Tensor]) -> list[tuple[Tensor, Pair]]:
     """Those weights that have a pair and are 16-bit: a user may have replaced ``.data`` by numbers of another type."""
-    found = ((weight, _pairs.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)
+    found = ((weight, pairs.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)
     return [(weight, pair) for weight, pair in found if pair is not None]
 
 
 def masters() -> list[nn.Parameter]:
     """Every FP32 master that there is."""
-    return [pair.partner for pair in _pairs.values() if not pair.is_split]
+    return [pair.partner for pair in pairs.values() if not pair.is_split]
 
 
 def unpair(weight: Tensor) -> None:
     """Forget the FP32 value of a weight."""
-    _pairs.pop(weight, None)
+    pairs.pop(weight, None)
 
 
 def fp32_value(tensor: Tensor) -> Tensor:
@@ -132,21 +117,21 @@ def fp32_value(tensor: Tensor) -> Tensor:
     Returns:
         The master itself; for a weight with a remainder, and a 16-bit tensor without an FP32 value, a new tensor.
     """
-    pair = _pairs.get(tensor)
+    pair = pairs.get(tensor)
     if pair is None:
         return tensor.detach().float()
     return join(tensor, pair.partner) if pair.is_split else pair.partner.detach()
 
 
 def in_fp32(tensor: Any) -> Any:
-    """As :func:`fp32_value` of a 16-bit tensor, after :func:`take_up_edits`; anything else itself. No host read.
+    """As :func:`fp32_value` of a 16-bit tensor, after edits of any kind were taken up; anything else itself. No host read.
 
     Raises:
         AmpUsageError: A weight and its master were both written to.
     """
     if not isinstance(tensor, Tensor) or tensor.dtype not in HALF_TYPES:
         return tensor
-    take_up_edits(tensor)
+    weights_win(agree([tensor]))
     return fp32_value(tensor)
 
 
@@ -158,36 +143,16 @@ def write_fp32(tensor: Tensor, value: Tensor) -> None:
         tensor: A 16-bit weight that has one.
         value: Of the same shape; any floating type, on any device.
     """
-    pair = _pairs[tensor]
+    pair = pairs[tensor]
     near = exact = value.to(tensor.device, torch.float32)
     if pair.is_split:
         near, exact = split(exact, pair.dtype)
     tensor.copy_(near)
     pair.partner.copy_(exact)
-    pair.settle(tensor)
+    pair.agreed = pair.state(tensor)
 
 
-def take_up_edits(tensor: Tensor) -> Tensor | bool:
-    """As :func:`agree`, for one tensor; a master that nobody wrote to is compared with the weight besides. No host read.
-
-    That finds edits of the weight through ``.data``, which leave no other trace.
-
-    Returns:
-        Whether the weight had been changed, as a flag on the device where it has a master; False where it has none.
-
-    Raises:
-        AmpUsageError: Both sides were written to.
-    """
-    pair = _pairs.get(tensor)
-    if pair is None or pair.edited(tensor) in ('master', 'both'):
-        agree([tensor])
-        return False
-    flag = False if pair.is_split else ops.differ(tensor, pair.partner).any()
-    weights_win([tensor])
-    return flag
-
-
-def agree(weights: Iterable[Tensor]) -> None:
+def agree(weights: Iterable[Tensor]) -> list[Tensor]:
     """Copy between each weight and its FP32 value, from the side that somebody wrote to. No host read.
 
     A weight whose ``.data`` was replaced by numbers of another type becomes 16-bit again; its FP32 value takes them as they
@@ -196,32 +161,37 @@ def agree(weights: Iterable[Tensor]) -> None:
     Args:
         weights: Those without an FP32 value are passed over.
 
+    Returns:
+        The weights with masters that nobody seems to have written to. Edits through ``.data`` leave no trace but that they
+        :func:`differ`; :func:`weights_win` takes these up, too.
+
     Raises:
         AmpUsageError: Both sides were written to. Nothing has been changed.
     """
-    written: dict[str, list[Tensor]] = {'': [], 'weight': [], 'master': [], 'both': [], 'type': []}
+    # by what was written to, the weight and its master; and those of another type
+    written: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
-        pair = _pairs.get(weight)
+        pair = pairs.get(weight)
         if pair is not None:
             written[pair.edited(weight) if weight.dtype is pair.dtype else 'type'].append(weight)
-    if written['both']:
+    if written[True, True]:
+        names = some([pairs[weight].name for weight in written[True, True]])
         raise AmpUsageError(
-            f'both sides of {some([_pairs[weight].name for weight in written["both"]])} were written to since they last '
-            f'agreed: the 16-bit weight in the model, and the FP32 master that the optimizer steps (amp.master_params, '
-            f'optimizer.param_groups). One would be lost. Write to one side only, or say which one counts: '
-            f'weights_changed([model.fc.weight]) or masters_changed([its master]).'
+            f'both sides of {names} were written to since they last agreed, the 16-bit weight and its FP32 master. Say which '
+            f'one counts: weights_changed([model.fc.weight]), or masters_changed([...]) with what amp.master_params gives.'
         )
     for weight in written['type']:
         value = weight.data
-        replace_data(weight, value.to(_pairs[weight].dtype))
+        replace_data(weight, value.to(pairs[weight].dtype))
         write_fp32(weight, value)
-    masters_win(written['master'])
-    weights_win(written['weight'])
+    masters_win(written[False, True])
+    weights_win(written[True, False])
+    return [weight for weight in written[False, False] if not pairs[weight].is_split]
 
 
 @torch.no_grad()
 def weights_win(weights: Iterable[Tensor]) -> None:
-    """Masters take what differs from them rounded, bit for bit; remainders of edited weights become 0. No host read.
+    """Masters take what differs from them rounded, bit for bit; remainders become 0. No host read.
 
     Args:
         weights: Those that are not 16-bit, or have no FP32 value, are passed over.
@@ -229,14 +199,9 @@ def weights_win(weights: Iterable[Tensor]) -> None:
     found = paired(weights)
     ops.refresh_masters([(weight, pair.partner) for weight, pair in found if not pair.is_split])
     for weight, pair in found:
-        if pair.is_split and pair.edited(weight):
+        if pair.is_split:
             pair.partner.zero_()
-        pair.settle(weight)
-
-
-def differs(weight: Tensor, pair: Pair) -> bool:
-    """Whether a weight is not its master, rounded; always, of one with a remainder. Syncs."""
-    return pair.is_split or bool(ops.differ(weight.detach(), pair.partner.detach()).any())
+        pair.agreed = pair.state(weight)
 
 
 @torch.no_grad()
@@ -249,15 +214,21 @@ def masters_win(weights: Iterable[Tensor]) -> None:
     found = paired(weights)
     ops.multi_tensor_copy([pair.partner for _, pair in found], [weight for weight, _ in found])
     for weight, pair in found:
-        pair.settle(weight)
+        pair.agreed = pair.state(weight)
+
+
+def differ(weight: Tensor) -> bool:
+    """Whether a weight is not its master, rounded; of one with a remainder nothing tells, so True. Syncs."""
+    pair = pairs[weight]
+    return pair.is_split or bool(ops.differ(weight.detach(), pair.partner.detach()).any())
 
 
 def follow_device(weight: Tensor) -> None:
     """Move the master or remainder to the device that its weight was moved to; both agreed before."""
-    pair = _pairs.get(weight)
+    pair = pairs.get(weight)
     if pair is not None:
         pair.partner.data = pair.partner.data.to(weight.device)
-        pair.settle(weight)
+        pair.agreed = pair.state(weight)
 
 
 def replace_data(tensor: Tensor, data: Tensor) -> None:

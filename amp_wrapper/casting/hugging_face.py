@@ -8,7 +8,7 @@ itself; ``model.push_to_hub()`` saves first. transformers is never imported here
 from __future__ import annotations
 
 import functools
-import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,13 @@ def watch() -> None:
     save = base.save_pretrained
 
     @functools.wraps(save)
-    def save_pretrained(self: nn.Module, folder: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> Any:
-        result = save(self, folder, is_main_process, *args, **kwargs)
+    def save_pretrained(self: nn.Module, folder: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        save(self, folder, is_main_process, *args, **kwargs)
         config = Path(folder, 'config.json')
         if is_main_process and config.is_file() and holds_casts(self):
-            values = json.loads(config.read_text(encoding='utf-8'))
-            # in transformers 4.56 and later, and in those before
-            values.update({name: 'float32' for name in ('dtype', 'torch_dtype') if name in values})
-            config.write_text(json.dumps(values, indent=2, sort_keys=True) + '\n', encoding='utf-8')
-        return result
+            # in transformers 4.56 and later 'dtype'
+            text = re.sub(r'("(torch_)?dtype": )"b?float16"', r'\1"float32"', config.read_text(encoding='utf-8'))
+            config.write_text(text, encoding='utf-8')
 
     save_pretrained.corrects_type = True  # type: ignore[attr-defined]
     base.save_pretrained = save_pretrained

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,30 +11,26 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpUsageError, some
-from ..ops import attributes
+from ..ops.attributes import addresses, same, versions
 from ..policy.nested import HALF_TYPES, parameters_of
 from ..shards import Layout
-from ..torch_internals import is_zero, replace_in_zero
+from ..torch_internals import is_zero, note_parameters
 from . import fp32_values
-from .fp32_values import Pair
+from .fp32_values import Pair, make_pair, pairs
 
 
-class StepLists:
+class StepLists(NamedTuple):
     """What an optimizer steps, and the model weights behind it, as lists in the order of its groups.
 
     Attributes:
         parameters: What the optimizer steps.
         weights: What the model computes with; backward passes leave their gradients there.
         copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
-        devices: Where the weights are.
     """
 
-    def __init__(self, masters: Masters) -> None:
-        self.parameters = masters.parameters()
-        self.weights = masters.weights()
-        found = zip(self.weights, map(fp32_values.pair_of, self.weights))
-        self.copies = [None if pair is None else pair.partner if pair.is_split else weight for weight, pair in found]
-        self.devices = {weight.device for weight in self.weights}
+    parameters: list[nn.Parameter]
+    weights: list[nn.Parameter]
+    copies: list[nn.Parameter | None]
 
 
 class Masters:
@@ -75,24 +71,20 @@ class Masters:
         self.behind_masters: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
         self.layout = Layout(())
-        self._dtype = dtype
         self._names = {id(weight): name for name, weight in (weights or {}).items()}
-        # the weights with FP32 values in the order of the optimizer, their partners, and what is known of both
-        self._weights: list[nn.Parameter] = []
-        self._partners: list[nn.Parameter] = []
-        self._records: list[Pair] = []
+        # the weights with FP32 values, in the order of the optimizer
+        self._pairs: dict[nn.Parameter, Pair] = {}
         # by the id of the master
         self._weight_of: dict[int, nn.Parameter] = {}
-        # those that came in 16-bit and frozen, by id: nothing is added to them, so they need no FP32 value until they train
-        self._frozen: dict[int, nn.Parameter] = {}
+        # those that came in 16-bit and frozen: nothing is added to them, so they need no FP32 value until they train
+        self._frozen: set[nn.Parameter] = set()
         # version counters and addresses when all pairs last agreed: every step and every forward call compares them
         self._agreed: tuple[list[int], ...] = ()
         self._is_new = True
         self._lists: StepLists | None = None
         if self.have_fp32_values:
-            given = self.parameters()
-            self._frozen = {id(p): p for p in given if p.dtype in HALF_TYPES and not p.requires_grad}
-            self._add([p for p in given if id(p) in self._names or fp32_values.pair_of(p) is not None])
+            self._frozen.update(p for p in self.parameters() if p.dtype in HALF_TYPES and not p.requires_grad)
+            self._add([p for p in self.parameters() if id(p) in self._names or p in pairs], dtype)
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -103,8 +95,7 @@ class Masters:
 
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
-        parameters = self.parameters()
-        return list(map(self.weight_of, parameters)) if self.masters else parameters
+        return list(map(self.weight_of, self.parameters()))
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that are stepped themselves."""
@@ -116,13 +107,15 @@ class Masters:
 
     def lists(self) -> StepLists:
         """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed."""
-        trains = bool(self._frozen) and any(weight.requires_grad for weight in self._frozen.values())
-        lists = None if trains else self._lists
-        if lists is None or not attributes.same(self.parameters(), lists.parameters):
+        trains = any(weight.requires_grad for weight in self._frozen)
+        if trains or self._lists is None or not same(self.parameters(), self._lists.parameters):
             self.adopt()
-            lists = self._lists = StepLists(self)
-            self.layout = Layout(lists.weights)
-        return lists
+            weights = self.weights()
+            found = zip(weights, map(self._pairs.get, weights))
+            copies = [None if pair is None else pair.partner if pair.is_split else weight for weight, pair in found]
+            self._lists = StepLists(self.parameters(), weights, copies)
+            self.layout = Layout(weights)
+        return self._lists
 
     # -- pairs are made and released ---------------------------------------------------------------------------------
 
@@ -133,52 +126,30 @@ class Masters:
             AmpUsageError: A weight with a master was added once more. Nothing has been changed.
         """
         if self.have_fp32_values:
-            self._frozen = {key: weight for key, weight in self._frozen.items() if not weight.requires_grad}
+            self._frozen = {weight for weight in self._frozen if not weight.requires_grad}
             self._add([weight for weight in self.parameters() if weight.dtype in HALF_TYPES])
 
-    def _add(self, weights: Sequence[nn.Parameter]) -> None:
-        """Make or share the pairs of weights, but of frozen ones, and of those that are stepped here already."""
-        known = set(map(id, self._weights))
-        twice = [pair.name for weight, pair in fp32_values.paired(weights) if id(weight) in known and not pair.is_split]
+    def _add(self, weights: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
+        """Make or share the pairs of weights, but of frozen ones, and of those that are stepped here already.
+
+        Args:
+            weights: Of the optimizer.
+            dtype: What those without a pair are about to become; None where they are 16-bit.
+        """
+        twice = [self._pairs[weight].name for weight in weights if weight in self._pairs and self.kind == 'whole']
         if twice:
-            raise AmpUsageError(
-                f'{some(twice)} was added to the optimizer a second time: it has a master there already. Leave it out of '
-                f'add_param_group().'
-            )
-        for weight in weights:
-            pair = fp32_values.pair_of(weight)
-            if id(weight) in known or (pair is None and id(weight) in self._frozen):
-                continue
-            pair = pair or self._make_pair(weight)
-            self._weights.append(weight)
-            self._partners.append(pair.partner)
-            self._records.append(pair)
-        self._agreed = ()
-        if self.kind == 'whole':
-            self.behind_masters, self.masters = self._weights, self._partners
-            self._weight_of = {id(master): weight for weight, master in zip(self._weights, self.masters)}
-            self._replace({id(weight): master for weight, master in zip(self._weights, self.masters)})
-
-    def _make_pair(self, weight: nn.Parameter) -> Pair:
-        name = self._names.get(id(weight))
-        dtype = self._dtype if name and self._dtype else weight.dtype
-        name = name or f'<parameter of shape {tuple(weight.shape)}>'
-        return fp32_values.make_pair(weight, name, dtype, splits=self.kind == 'split')
-
-    def _replace(self, others: Mapping[int, nn.Parameter]) -> None:
-        """Let the optimizer step others in place of some tensors, given by id, with the same state."""
-        replaced = [parameter for parameter in self.parameters() if id(parameter) in others]
-        optimizer = self._find_optimizer()
-        if optimizer is None or not replaced:
-            return
-        state = optimizer.state
-        for parameter in replaced:
-            if parameter in state:
-                state[others[id(parameter)]] = state.pop(parameter)
-        for group in optimizer.param_groups:
-            group['params'][:] = [others.get(id(parameter), parameter) for parameter in group['params']]
-        if is_zero(optimizer):
-            replace_in_zero(optimizer, others)
+            raise AmpUsageError(f'{some(twice)} was added to the optimizer a second time: leave it out of the groups.')
+        new = [p for p in weights if p not in self._pairs and (p in pairs or p not in self._frozen)]
+        for weight in new:
+            name = self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
+            made = pairs.get(weight) or make_pair(weight, name, dtype or weight.dtype, splits=self.kind == 'split')
+            self._pairs[weight] = made
+        if new:
+            self._agreed, self._lists = (), None
+        if new and self.kind == 'whole':
+            self.behind_masters, self.masters = list(self._pairs), [pair.partner for pair in self._pairs.values()]
+            self._weight_of = {id(master): weight for weight, master in zip(self.behind_masters, self.masters)}
+            replace_parameters(self._find_optimizer(), dict(zip(map(id, self.behind_masters), self.masters)))
 
     def release(self) -> None:
         """Put the model weights back into the optimizer, with the state of masters, which edits of any kind have reached.
@@ -188,27 +159,25 @@ class Masters:
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        self.synchronise()
-        fp32_values.weights_win(self._weights)
-        self._replace({id(master): weight for weight, master in zip(self.behind_masters, self.masters)})
+        fp32_values.weights_win(fp32_values.agree(self._pairs))
+        replace_parameters(self._find_optimizer(), self._weight_of)
 
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
     def _state(self) -> tuple[list[int], ...]:
-        ours, theirs, read = self._weights, self._partners, attributes
-        return read.versions(ours), read.addresses(ours), read.versions(theirs), read.addresses(theirs)
+        ours, theirs = self._pairs, self.masters or [pair.partner for pair in self._pairs.values()]
+        return versions(ours), addresses(ours), versions(theirs), addresses(theirs)
 
     def settle(self) -> None:
         """Weights and FP32 values agree now: what the optimizer has just written is no edit."""
         self._agreed = self._state()
-        for pair, agreed in zip(self._records, zip(*self._agreed)):
+        for pair, agreed in zip(self._pairs.values(), zip(*self._agreed)):
             pair.agreed = agreed
 
     @torch.no_grad()
     def write_weights(self) -> None:
         """Each weight with a master takes it, rounded to nearest-even. Idempotent."""
-        if self.masters:
-            ops.multi_tensor_copy(self._partners, self._weights)
+        ops.multi_tensor_copy(self.masters, self.behind_masters)
         self.settle()
 
     def synchronise(self) -> None:
@@ -218,7 +187,7 @@ class Masters:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
         if self._state() != self._agreed:
-            fp32_values.agree(self._weights)
+            fp32_values.agree(self._pairs)
             self._agreed = self._state()
 
     def before_step(self) -> None:
@@ -229,13 +198,10 @@ class Masters:
         a gradient.
         """
         self.synchronise()
-        if not self.masters:
-            return
-        found = zip(self._weights, attributes.gradients(self._weights), attributes.gradients(self._partners))
-        idle = [weight for weight, here, there in found if here is None and there is None]
-        compared, self._is_new = self._weights if self._is_new else idle, False
-        if compared:
-            fp32_values.weights_win(compared)
+        both = zip(self.behind_masters, self.masters)
+        compared = [weight for weight, master in both if self._is_new or weight.grad is master.grad is None]
+        self._is_new = False
+        fp32_values.weights_win(compared)
 
     def changed(self, side: Literal['weight', 'master'], tensors: Iterable[Tensor] | None) -> list[str]:
         """Take up what the user says was edited on one side, perhaps through ``.data``, on the other one.
@@ -256,29 +222,39 @@ class Masters:
         other = 'master' if side == 'weight' else 'weight'
         given = None if tensors is None else set(map(id, tensors))
         chosen, unclear = [], []
-        for weight, pair in fp32_values.paired(self._weights):
+        for weight, pair in fp32_values.paired(self._pairs):
             own, beside = (weight, pair.partner) if side == 'weight' or pair.is_split else (pair.partner, weight)
-            if given is None and (pair.is_split or pair.edited(weight) in (other, 'both')):
+            weight_edited, master_edited = pair.edited(weight)
+            would_be_lost = pair.is_split or (master_edited if side == 'weight' else weight_edited)
+            if would_be_lost if given is None else id(beside) in given:
                 unclear.append(pair.name)
             elif given is None or id(own) in given:
-                chosen.append((weight, pair))
-            elif id(beside) in given:
-                raise AmpUsageError(
-                    f'{side}s_changed() was given a {other} (masters are in amp.master_params, weights in the model): call '
-                    f'{other}s_changed([...]) where that is what you edited, or name the {side}.'
-                )
+                chosen.append(weight)
         if unclear:
             raise AmpUsageError(
-                f'{side}s_changed() without names, but the {other}s of {some(unclear)} were written to as well, or are split '
-                f"(master_weights='split'), and would be lost: name what you edited, {side}s_changed([...])."
+                f'{side}s_changed() does not tell which side of {some(unclear)} counts: the {other} was named or written to, '
+                f"or master_weights='split' makes one of both. Say what you edited: weights_changed([model.fc.weight]), or "
+                f'masters_changed([...]) with what amp.master_params gives.'
             )
-        weights = [weight for weight, _ in chosen]
         if side == 'master' and self.kind == 'whole':
-            fp32_values.masters_win(weights)
+            fp32_values.masters_win(chosen)
             return []
-        for _, pair in chosen:
-            # though nothing may show it
-            pair.agreed = ()
-        names = [pair.name for weight, pair in chosen if fp32_values.differs(weight, pair)]
-        fp32_values.weights_win(weights)
+        names = [pairs[weight].name for weight in filter(fp32_values.differ, chosen)]
+        fp32_values.weights_win(chosen)
         return names
+
+
+def replace_parameters(optimizer: Any, others: Mapping[int, nn.Parameter]) -> None:
+    """Let an optimizer step others in place of some tensors, given by id, with the same state.
+
+    Args:
+        optimizer: None for nothing. The groups that ``ZeroRedundancyOptimizer`` shows are copies of those of one inside.
+        others: Of the same sizes, by which ZeRO divides parameters: each rank keeps what it has.
+    """
+    for group in () if optimizer is None else optimizer.param_groups:
+        group['params'][:] = [others.get(id(parameter), parameter) for parameter in group['params']]
+    for parameter in () if optimizer is None else list(optimizer.state):
+        optimizer.state[others.get(id(parameter), parameter)] = optimizer.state.pop(parameter)
+    if is_zero(optimizer):
+        replace_parameters(optimizer.optim, others)
+        note_parameters(optimizer)

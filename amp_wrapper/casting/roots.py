@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import cast
+from collections.abc import Collection, Iterable
+from typing import TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -23,6 +23,15 @@ def is_compiled(model: nn.Module) -> bool:
     return any(compiled_module(each) is not None or keeps_compiled_functions(each) for each in model.modules())
 
 
+def is_parallel(module: nn.Module) -> TypeGuard[DataParallel[nn.Module] | DistributedDataParallel]:
+    """Whether a module is a wrapper that runs a model on several devices.
+
+    Args:
+        module: Any module.
+    """
+    return isinstance(module, (DataParallel, DistributedDataParallel))
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DDP, DataParallel and ``torch.compile`` wrappers.
 
@@ -32,23 +41,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         AmpAttachError: A model in ``FullyShardedDataParallel``, torch's older way to shard.
     """
-    for module in model.modules():
-        if any('FullyShardedDataParallel' in base.__name__ for base in type(module).__mro__):
-            raise AmpAttachError(
-                f'FullyShardedDataParallel ({type(module).__name__}) holds flat parameters, in which no level can tell '
-                f'modules apart. Use torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
-            )
-    while True:
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            model = cast(nn.Module, model.module)
-        elif (inside := compiled_module(model)) is not None:
-            model = inside
-        else:
-            return model
+    if any(base.__name__ == 'FullyShardedDataParallel' for module in model.modules() for base in type(module).__mro__):
+        raise AmpAttachError(
+            'FullyShardedDataParallel holds flat parameters, in which no level can tell modules apart. Use '
+            'torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
+        )
+    inside = model.module if is_parallel(model) else compiled_module(model)
+    return model if inside is None else unwrap(inside)
 
 
 def find_roots(
-    model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Container[int] = ()
+    model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Collection[int] = ()
 ) -> list[tuple[str, nn.Module]]:
     """The modules whose inputs and outputs are cast: the model, or its largest parts that one optimizer steps alone.
 
@@ -60,10 +63,7 @@ def find_roots(
 
     Returns:
         (qualified name, module) pairs. The model itself where the optimizer steps every trainable parameter and no other
-        optimizer steps any; otherwise frozen parts, and those of other optimizers, are left out.
-
-    Raises:
-        AmpAttachError: A module with parameters of its own around one that is cast already.
+        optimizer steps any; otherwise frozen parts, those of other optimizers, and parameters beside them are left out.
     """
     if optimizer is None:
         return [('', model)]
@@ -75,17 +75,10 @@ def find_roots(
     # modules of the roots, and the model, which is none
     inside = {id(model)}
     for name, module in model.named_modules():
-        parameters, part = set(map(id, module.parameters())), unwrap(module)
-        if id(module) in inside or not parameters or id(part) in done:
-            continue
-        if any(id(below) in done for below in module.modules()):
-            if owned.intersection(map(id, part.parameters(recurse=False))):
-                raise AmpAttachError(
-                    f'{name} ({type(part).__name__}) has parameters of its own around a module that another wrapper casts: '
-                    f'move them into a module of their own, or give the whole to one optimizer.'
-                )
-        # a list or dict of modules has no forward of its own
-        elif parameters <= owned and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-            roots.append((name, part))
-            inside.update(map(id, module.modules()))
+        parameters, parts = set(map(id, module.parameters())), set(map(id, module.modules()))
+        # which has no forward of its own
+        is_list = isinstance(unwrap(module), (nn.ModuleList, nn.ModuleDict))
+        if parameters and parameters <= owned and not is_list and id(module) not in inside and parts.isdisjoint(done):
+            roots.append((name, unwrap(module)))
+            inside |= parts
     return roots

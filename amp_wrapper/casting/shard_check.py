@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..distributed_internals import parameters_of_group, shard_groups, types_of_group
-from ..errors import AmpAttachError, some
+from ..errors import AmpAttachError
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE
 from ..shards import is_sharded
-from .modules import class_name
-
-#: Why there are no split masters of shards.
-NO_SPLIT_SHARDS = 'FP32 shards are the masters already, and nothing is kept twice: leave master_weights out.'
 
 
 def has_16bit_shards(policy: Policy) -> bool:
@@ -36,38 +31,28 @@ def check_shards(
         within: The models that the roots are, or are parts of.
 
     Raises:
-        AmpAttachError: Names the first parameter of each group that does not fit. Nothing has been changed.
+        AmpAttachError: Names the first parameter that does not fit. Nothing has been changed.
     """
     groups = {id(parameter): group for group in shard_groups(within) for parameter in parameters_of_group(group)}
-    problems: dict[int, str] = {}
-    named = [each for prefix, root in roots for each in root.named_parameters(prefix=prefix) if is_sharded(each[1])]
-    for name, parameter in named:
+    for name, parameter in [each for prefix, root in roots for each in root.named_parameters(prefix=prefix)]:
+        group, own, is_cast = groups.get(id(parameter)), parameter.dtype, id(parameter) in casts
+        if not is_sharded(parameter) or not own.is_floating_point:
+            continue
+        needs = ['a group of fully_shard, which gathers it'] if group is None and policy.casts_model else []
         if policy.split_masters:
-            raise AmpAttachError(f"master_weights='split' conflicts with the sharded {name}: {NO_SPLIT_SHARDS}")
-        group = groups.get(id(parameter))
-        problem = _conflict(parameter, group, policy, id(parameter) in casts) if parameter.is_floating_point() else ''
-        if problem:
-            problems.setdefault(id(group), f'{name} {problem}')
-    if problems:
-        rows = '\n  '.join(problems.values())
-        raise AmpAttachError(
-            f'the model was sharded in a way that {policy.opt_level} cannot keep:\n  {rows}\nWrite amp_wrapper.fully_shard('
-            f'model, {policy.opt_level!r}, mesh=mesh) for the FP32 model, or give the groups these types.'
-        )
-
-
-def _conflict(parameter: nn.Parameter, group: Any, policy: Policy, is_cast: bool) -> str:
-    """What the group of a parameter has and the level needs otherwise; empty where they agree."""
-    own, half = parameter.dtype, policy.cast_model_type
-    if group is None:
-        return 'is sharded by something else than fully_shard, and nothing gathers it' if policy.casts_model else ''
-    gathered, averaged = types_of_group(group)
-    held = torch.float32 if parameter.requires_grad and own in CASTABLE else own
-    wanted = [
-        ('dtype', own, half if is_cast and has_16bit_shards(policy) else held),
-        ('param_dtype', gathered or own, half if is_cast else own),
-        ('reduce_dtype', averaged or own, torch.float32 if is_cast and policy.accumulate_in_fp32 else averaged or own),
-    ]
-    wrong = [f'{option}={needed}, not {has}' for option, has, needed in wanted if has is not needed]
-    modules = some(list(map(class_name, group.modules)), 3)
-    return f'of the group of {modules} needs {" and ".join(wrong)}' if wrong else ''
+            needs = ['no master: FP32 shards are masters, and nothing is kept twice. Leave master_weights out']
+        elif group is not None:
+            held = torch.float32 if parameter.requires_grad and own in CASTABLE else own
+            gathered, averaged = (dtype or own for dtype in types_of_group(group))
+            half = policy.cast_model_type if is_cast else None
+            wanted = {
+                'dtype': (own, half if half and has_16bit_shards(policy) else held),
+                'param_dtype': (gathered, half or own),
+                'reduce_dtype': (averaged, torch.float32 if is_cast and policy.accumulate_in_fp32 else averaged),
+            }
+            needs = [f'{option}={needed}, not {has}' for option, (has, needed) in wanted.items() if has is not needed]
+        if needs:
+            raise AmpAttachError(
+                f'the model was sharded in a way that {policy.opt_level} cannot keep: {name} needs {" and ".join(needs)}. '
+                f'Write amp_wrapper.fully_shard(model, {policy.opt_level!r}, mesh=mesh) for the FP32 model.'
+            )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -20,9 +19,11 @@ from ..policy.levels import OptLevel, Policy, to_dtype
 from ..policy.options import OPTIONS, Option, is_whole, read_words
 from ..shards import is_sharded
 from .kept import Kept, match
+from .masters import replace_parameters
 from .modules import class_name
 from .plan import CastPlan, cast_in_place
-from .shard_check import NO_SPLIT_SHARDS, has_16bit_shards
+from .roots import is_parallel
+from .shard_check import has_16bit_shards
 
 #: What one call of ``fully_shard`` is for, and whether the level computes with it in 16-bit.
 Call = tuple[list[nn.Module], bool]
@@ -69,17 +70,15 @@ class Sharding:
         """
         problems: list[str] = []
         if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
-            problems.append(
-                f"mesh={mesh!r} must be a DeviceMesh of one dimension, such as init_device_mesh('cuda', (8,)), or of two with "
-                f"names, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')."
-            )
+            text = "of one dimension, or of two, the first of which repeats the model: mesh_dim_names=('replicate', 'shard')"
+            problems.append(f'mesh={mesh!r} must be a DeviceMesh {text}.')
         read = read_words('sharding', options or {}, SHARDING_OPTIONS, problems)
+        if policy.split_masters:
+            problems.append("master_weights='split' conflicts with a mesh: FP32 shards are the masters. Leave it out.")
         if policy.accumulate_in_fp32 and policy.casts_model:
             if read.get('reduce_dtype') not in (None, torch.float32):
                 problems.append("sharding['reduce_dtype'] contradicts accumulate_in_fp32=True, float32: leave it out.")
             read['reduce_dtype'] = torch.float32
-        if policy.split_masters:
-            problems.append(f"master_weights='split' conflicts with a mesh: {NO_SPLIT_SHARDS}")
         if problems:
             raise AmpConfigError(problems)
         return cls(mesh, **read)
@@ -116,40 +115,35 @@ def shard(
         RuntimeError, ValueError: By torch, for a parameter of whole numbers before 2.12, a parameter without dimensions, or a
             number of ranks in ``reshard_after_forward`` that does not divide theirs. A part of the model may be sharded.
     """
-    half: dict[int, nn.Parameter] = {}
+    half: set[nn.Parameter] = set()
     calls: list[Call] = []
     for model in models:
-        wrapped = [part for part in model.modules() if isinstance(part, (DistributedDataParallel, DataParallel))]
-        sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
-        if wrapped:
-            raise AmpAttachError(
-                f'sharding averages gradients itself: hand over the model alone, without {type(wrapped[0]).__name__}.'
-            )
-        if sharded:
-            raise AmpAttachError(f'{some(sharded)} are sharded already: leave mesh out, or do not call fully_shard.')
+        unfit = [class_name(part) for part in model.modules() if is_parallel(part)]
+        unfit += [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+        if unfit:
+            raise AmpAttachError(f'{some(unfit)}: hand over a whole model without DDP, or leave mesh out.')
         plan = CastPlan([('', model)], policy, leave, average)
         if plan.rounded and not has_16bit_shards(policy):
-            rounded = some(list(plan.rounded))
-            raise AmpAttachError(f'{rounded} are 16-bit already, and shards are FP32: drop .half() or .bfloat16().')
-        half |= {id(parameter): parameter for parameter in plan.parameters.values()}
+            raise AmpAttachError(f'{some(plan.rounded)}: 16-bit already. Hand over the FP32 model, for FP32 shards.')
+        half.update(plan.parameters.values())
         calls += order_of_calls(model, find_blocks(model, sharding.blocks), half)
     for optimizer in optimizers:
         if any(optimizer.state.values()):
             raise AmpAttachError(
-                f'{type(optimizer).__name__} has state already, which does not fit shards: initialise before the first step, '
-                f'and load the state afterwards by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
+                f'{type(optimizer).__name__} has state already, which fits no shards: shard before its first step, and load '
+                f'its state afterwards by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.'
             )
-    before = [(model, *named) for model in models for named in model.named_parameters(remove_duplicate=False)]
+    before = [parameter for model in models for parameter in model.parameters()]
     # from here on, things change
     for model in models:
         begin_alike(model, sharding.mesh)
-    for parameter in half.values() if has_16bit_shards(policy) else ():
+    for parameter in half if has_16bit_shards(policy) else ():
         cast_in_place(parameter, policy.cast_model_type or torch.float32)
     for modules, is_half in calls:
         _call_fully_shard(modules, is_half, policy, sharding)
-    shards = {id(parameter): model.get_parameter(name) for model, name, parameter in before}
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group['params'][:] = [shards.get(id(parameter), parameter) for parameter in group['params']]
+    shards = [parameter for model in models for parameter in model.parameters()]
+    for optimizer in optimizers:
+        replace_parameters(optimizer, dict(zip(map(id, before), shards)))
 
 
 _Model = TypeVar('_Model', bound=nn.Module)
@@ -217,31 +211,27 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         model: Not sharded; tensors on the meta device are left alone.
         mesh: Of all ranks that will hold a part of it.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and mesh.size() > 1:
-            value = tensor.detach().to(mesh.device_type).contiguous()
-            for group in mesh.get_all_groups():
-                torch.distributed.broadcast(value, group=group, group_src=0)
-            tensor.copy_(value)
+    for tensor in [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]:
+        value = tensor.detach().to(mesh.device_type).contiguous()
+        for group in mesh.get_all_groups():
+            torch.distributed.broadcast(value, group=group, group_src=0)
+        tensor.copy_(value)
 
 
 def find_blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
-    """The modules that are gathered one by one, outer ones first, without the model itself."""
+    """The modules that are gathered one by one, without the model itself.
+
+    By default the items of the outermost lists that have modules inside, such as the layers of a transformer.
+    """
     if wanted is None:
-        return list(_items(model))
+        # a ModuleDict is no list, and nobody calls it
+        lists = [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+        items = [item for each in lists for item in each.children() if _has_forward(item) and item not in lists]
+        below = {each for item in items for child in item.children() for each in child.modules()}
+        return [item for item in items if item not in below and any(True for _ in item.children())]
     names = [item if isinstance(item, str) else item.__name__ for item in wanted]
     named = match([('', model)], [(Kept("sharding['blocks']", name, ''), item) for name, item in zip(names, wanted)])
     return [each for each in model.modules() if id(each) in named and each is not model and _has_forward(each)]
-
-
-def _items(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost lists that have modules inside, such as the layers of a transformer."""
-    for child in module.children():
-        is_item = isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in child.children())
-        if is_item and not isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield child
-        else:
-            yield from _items(child)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -249,78 +239,60 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Container[int]) -> list[Call]:
+def order_of_calls(model: nn.Module, blocks: Sequence[nn.Module], half: Container[nn.Parameter]) -> list[Call]:
     """Put the calls of ``fully_shard`` in order: each leaves out what those before it have sharded. Nothing is called here.
 
     Args:
         model: Its own call is the last one.
-        blocks: What is gathered as a whole, outer modules first. What stays FP32 inside comes before each.
-        half: The parameters, by id, that the level computes with in 16-bit.
+        blocks: What is gathered as a whole. What stays FP32 inside has calls before each.
+        half: The parameters that the level computes with in 16-bit.
 
     Raises:
         AmpAttachError: A module that mixes types; a parameter that two calls reach.
     """
     calls: list[Call] = []
-    called: set[nn.Module] = set()
-    # the number of the call that takes each parameter, by id
-    owners: dict[int, int] = {}
-    names = {module: name for name, module in model.named_modules()}
+    takers: dict[nn.Parameter, Call] = {}
 
-    def types_of(module: nn.Module) -> set[bool]:
-        """Whether what a call for a module would take is 16-bit; both where it mixes types."""
-        return {id(each) in half for each in module.parameters() if id(each) not in owners}
-
-    def find_kept(module: nn.Module) -> Iterator[nn.Module]:
-        """The largest modules below whose parameters all stay FP32."""
-        for child in module.children():
-            types = types_of(child)
-            if types == {False} and _has_forward(child):
-                yield child
-            elif types != {True}:
-                yield from find_kept(child)
-
-    def take(module: nn.Module, is_half: bool) -> None:
-        """Note what the last call takes of a module."""
+    def visit(name: str, module: nn.Module, around: Call, kept: Call) -> None:
+        """Give a module and those below to the call around it, to a call of its own, or to that for what stays FP32."""
+        if any(module in modules for modules, _ in calls):
+            return
+        types = {parameter in half for parameter in module.parameters()}
+        if module is model or module in blocks:
+            around, kept = ([module], True in types), ([], False)
+            # inner modules come first
+            calls[:0] = kept, around
+        elif around[1] and types == {False} and _has_forward(module):
+            # the largest modules whose parameters all stay FP32
+            around = kept
+            kept[0].append(module)
         for key, parameter in module.named_parameters(recurse=False):
-            problem = 'stays FP32 beside 16-bit parameters' if (id(parameter) in half) != is_half else ''
             # fully_shard would untie it without a word
-            if owners.setdefault(id(parameter), len(calls)) != len(calls):
-                problem = 'is shared with a module that is gathered apart'
-            if problem:
+            is_shared = takers.setdefault(parameter, around) is not around
+            if is_shared or (parameter in half) != around[1]:
                 raise AmpAttachError(
-                    f'{key} of {names[module] or "the model"} ({class_name(module)}) {problem}: move it into a module of its '
-                    f'own (weight_norm and spectral_norm of torch.nn.utils.parametrizations do), or name a module around both '
-                    f'in keep_fp32 or sharding=dict(blocks=[...]).'
+                    f'{key} of {name or "the model"} ({class_name(module)}) is shared with a module that is gathered apart, or '
+                    f'stays FP32 beside 16-bit parameters: move it into a module of its own, as weight_norm of '
+                    f'torch.nn.utils.parametrizations does, or name a module around both in keep_fp32 or blocks.'
                 )
-        for child in module.children():
-            if child not in called:
-                take(child, is_half)
+        for key, child in module.named_children():
+            visit(f'{name}.{key}'.lstrip('.'), child, around, kept)
 
-    def add(modules: list[nn.Module], is_half: bool) -> None:
-        calls.append((modules, is_half))
-        for module in modules:
-            take(module, is_half)
-        called.update(modules)
-
-    for block in [*reversed(blocks), model]:
-        is_half = True in types_of(block)
-        kept = list(find_kept(block)) if is_half else []
-        for group in [kept] if kept and COMPLETES_GROUPS else [[each] for each in kept]:
-            add(group, False)
-        add([block], is_half)
-    return calls
+    visit('', model, ([], False), ([], False))
+    # before torch 2.13 each has a group of its own
+    apart = [([each], is_half) for modules, is_half in calls for each in modules]
+    return [call for call in calls if call[0]] if COMPLETES_GROUPS else apart
 
 
 def _call_fully_shard(modules: list[nn.Module], is_half: bool, policy: Policy, sharding: Sharding) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    gathered = policy.cast_model_type if is_half else None
+    gathered, frees = policy.cast_model_type if is_half else None, sharding.reshard_after_forward
     # what stays FP32 is averaged in FP32; torch changed in 2.15 what it takes without a type
     averaged = sharding.reduce_dtype or gathered if is_half or not policy.casts_model else None
     # inputs are cast by the modules of the level
-    options: dict[str, Any] = {'mp_policy': MixedPrecisionPolicy(gathered, averaged, cast_forward_inputs=False)}
-    if sharding.reshard_after_forward is not None:
-        # torch 2.6 refuses None
-        options['reshard_after_forward'] = sharding.reshard_after_forward
+    types = MixedPrecisionPolicy(gathered, averaged, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=sharding.mesh.device_type == 'cuda') if sharding.offload else OffloadPolicy()
-    fully_shard(modules, mesh=sharding.mesh, offload_policy=offload, **options)
+    # torch 2.6 refuses None
+    words: dict[str, Any] = {} if frees is None else {'reshard_after_forward': frees}
+    fully_shard(modules, mesh=sharding.mesh, mp_policy=types, offload_policy=offload, **words)

@@ -28,12 +28,14 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
         value = state_dict.get(key)
         if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
             continue
-        # reads the flag of a master from the device
-        if bool(fp32_values.take_up_edits(tensor)) and rule.policy.verbosity >= 1:
+        # reads the device
+        edited = list(filter(fp32_values.differ, fp32_values.agree([tensor])))
+        fp32_values.weights_win(edited)
+        if edited and rule.policy.verbosity >= 1:
             logger.warning(
-                f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value: '
-                f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '
-                f'small steps; call weights_changed() right after an edit that training is to take up at once.'
+                f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value, and '
+                f'loses steps that are too small for 16-bit: name the module in keep_fp32=[...] if it is moved by them; call '
+                f'weights_changed() right after an edit that training is to take up at once.'
             )
         state_dict[key] = fp32_values.fp32_value(tensor)
 
@@ -42,8 +44,8 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
 def load(module: nn.Module, own: Callable[[], None], state_dict: Any, prefix: str) -> None:
     """Load a module, so that values reach the masters unrounded, and parameters keep their identity.
 
-    A weight that is the loaded value rounded gives its master the value itself; a weight that somebody changed otherwise wins
-    as it is. What ``assign=True`` replaced is put back: the optimizer and DDP hold the old parameters.
+    A weight that is the loaded value rounded gives its master the value itself; one that somebody changed otherwise is edited.
+    What ``assign=True`` replaced is put back: the optimizer and DDP hold the old parameters.
 
     Args:
         module: With casts.
@@ -51,25 +53,18 @@ def load(module: nn.Module, own: Callable[[], None], state_dict: Any, prefix: st
         state_dict: Its hooks may change the keys.
         prefix: Of the names of the module.
     """
-    before = [(name, tensor, tensor._version) for name, tensor in own_tensors(module)]
+    before = dict(own_tensors(module))
     own()
-    after = dict(own_tensors(module))
-    for name, tensor, version in before:
-        now = after.get(name, tensor)
+    for name, now in own_tensors(module):
+        tensor = before.get(name, now)
         if now is not tensor:
             tensor.copy_(now)
             setattr(module, name, tensor)
         value = state_dict.get(prefix + name)
-        if fp32_values.pair_of(tensor) is not None and _is_rounded(value, tensor):
+        if tensor in fp32_values.pairs and isinstance(value, Tensor) and _is_rounded(value, tensor):
             fp32_values.write_fp32(tensor, value)
-        elif tensor._version != version:
-            # newer than whatever was written to the weight or its master before
-            fp32_values.weights_win([tensor])
 
 
-def _is_rounded(value: Any, weight: Tensor) -> bool:
-    """Whether a weight is a loaded value, rounded."""
-    if not isinstance(value, Tensor) or value.shape != weight.shape:
-        return False
+def _is_rounded(value: Tensor, weight: Tensor) -> bool:
     rounded = value.to(weight.device, torch.float32).to(weight.dtype)
     return rounded.view(torch.int16).equal(weight.detach().view(torch.int16))

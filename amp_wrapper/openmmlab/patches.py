@@ -47,7 +47,7 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     # where 16-bit weights cannot hold the exact average, it waits here until the swap back
     waiting, hook._amp_exact_averages = getattr(hook, '_amp_exact_averages', {}), {}
     for index, (mean, weight) in enumerate(zip(means, sources)):
-        pair, before = fp32_values.pair_of(weight), mean.detach().clone()
+        pair, before = fp32_values.pairs.get(weight), mean.detach().clone()
         mean.data.copy_(waiting.get(index, fp32_values.in_fp32(weight)))
         if pair is None:
             weight.data.copy_(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -19,12 +19,12 @@ def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def versions(tensors: Sequence[Tensor | None]) -> list[int]:
+def versions(tensors: Iterable[Tensor | None]) -> list[int]:
     """torch's version counter of each tensor, -1 for None."""
     return [-1 if tensor is None else tensor._version for tensor in tensors]
 
 
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Where the memory of each tensor begins."""
     return list(map(Tensor.data_ptr, tensors))
 

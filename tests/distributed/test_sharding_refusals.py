@@ -35,7 +35,7 @@ def _large(here: Here) -> nn.Module:
 
 
 UNFIT: dict[str, tuple[Callable[[Here], nn.Module], str, dict[str, Any]]] = {
-    r'blocks\.0\.bn\.weight.* param_dtype=torch\.float32': (lambda here: _by_torch(here, torch.bfloat16), 'O5', {}),
+    r'bn\.weight.* param_dtype=torch\.float32': (lambda here: _by_torch(here, torch.bfloat16), 'O5', {}),
     r' param_dtype=torch\.bfloat16, not torch\.float32': (lambda here: _by_torch(here, None), 'O5', {}),
     r'O4 cannot keep.* param_dtype=torch\.float32': (lambda here: _by_torch(here, torch.bfloat16), 'O4', {}),
     r'torch\.float16': (lambda here: _by_torch(here, torch.bfloat16), 'O2', dict(keep_batchnorm_fp32=False)),
