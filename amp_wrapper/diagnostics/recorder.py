@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,10 @@ from ..casting.cast_module import Watcher
 from ..checkpoint import random_state
 from ..engine import Engine
 from ..policy.nested import map_tensors
-from .watches import outputs_of, tensors_of
+from .watches import is_bad, outputs_of, tensors_of
 
-#: Forward calls of one step that are kept, the last ones, and samples of a batch that are named.
-MOST_CALLS, MOST_SAMPLES = 32, 256
-#: What tells one sample from another, by the names that data sets give it.
-IDENTIFIERS = (
-    'img_path img_id image_id image_ids sample_idx sample_id filename file_name ori_filename path id ids idx index indices '
-    'video_id frame_id lidar_path token'
-)
+#: Forward calls of one step that are kept, the last ones.
+MOST_CALLS = 32
 
 
 @dataclasses.dataclass
@@ -66,6 +61,11 @@ class CallRecord:
         """Whether nobody has written to the arguments since."""
         return _versions_of(self.given) == self.versions
 
+    @property
+    def has_bad_gradients(self) -> bool:
+        """Whether a gradient that came back is not finite. Syncs."""
+        return any(map(is_bad, self.gradients.values()))
+
 
 @dataclasses.dataclass
 class StepRecord:
@@ -74,13 +74,11 @@ class StepRecord:
     Attributes:
         calls: In their order.
         losses: In the order of their backward passes.
-        unseen: Forward calls without an output in which a tensor with a gradient was found.
         dropped: Forward calls before the last :data:`MOST_CALLS`.
     """
 
     calls: list[CallRecord] = dataclasses.field(default_factory=list)
     losses: list[LossRecord] = dataclasses.field(default_factory=list)
-    unseen: int = 0
     dropped: int = 0
 
     @property
@@ -146,7 +144,6 @@ class Recorder:
         if not any(tensor.requires_grad for tensor in outputs):
             # such as a preprocessor: no gradient comes from it
             self.step.calls.pop()
-            self.step.unseen += 1
         for place, tensor in enumerate(outputs):
             # hooks of leaves would stay
             if tensor.requires_grad and not tensor.is_leaf:
@@ -188,22 +185,3 @@ def copied_batch(value: Any, cuts: bool = False) -> Any:
         return copy.deepcopy(value, dict(memo))
     except Exception:
         return map_tensors(lambda tensor: memo.get(id(tensor), tensor), value)
-
-
-def identifiers(value: Any, depth: int = 6) -> Iterator[tuple[str, str]]:
-    """Yield what the samples of a batch are called: entries of :data:`IDENTIFIERS` in dicts, and in ``metainfo`` of objects.
-
-    Args:
-        value: The arguments of a forward call, or a batch.
-        depth: How many containers deep to look.
-    """
-    meta = getattr(value, 'metainfo', None)
-    parts = meta if isinstance(meta, dict) else value
-    if isinstance(parts, dict):
-        for key in (name for name in IDENTIFIERS.split() if name in parts):
-            listed = parts[key].flatten().tolist() if isinstance(parts[key], Tensor) else parts[key]
-            listed = listed[:MOST_SAMPLES] if isinstance(listed, (list, tuple)) else [listed]
-            yield from ((key, str(each)) for each in listed if isinstance(each, (str, int)))
-        parts = list(parts.values())
-    for item in parts if depth and isinstance(parts, (list, tuple)) else ():
-        yield from identifiers(item, depth - 1)

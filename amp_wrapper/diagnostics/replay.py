@@ -18,7 +18,7 @@ from .first_bad import BadOp, FirstBad
 from .recorder import CallRecord, StepRecord, copied_batch
 from .sandbox import Attach, Sandbox, sandbox
 from .step import Pass, run_step
-from .watches import FORWARD, Maximum, NonfiniteWatch, is_bad, outputs_of, tensors_of
+from .watches import BACKWARD, Maximum, is_bad, outputs_of, tensors_of
 
 
 @dataclasses.dataclass
@@ -27,31 +27,31 @@ class Replay:
 
     Attributes:
         refused: Why there is none; '' where it ran.
-        calls: Of each forward call: '' where all was finite, else 'outputs', 'gradients' (of parameters) or 'loss' (what came
-            from the loss, or from another call).
+        wrong: The calls whose outputs, or gradients of parameters, were not finite.
         gradients_known: Whether the backward passes ran with the gradients that the losses gave.
         sums: Of each parameter the sum of its gradients; ``parameters`` are those that are not finite in one pass.
-        first: Where that begins; None where nothing was traced.
-        outputs: The largest numbers that modules gave, in the order in which they ended, where it was traced.
+        first: Where that begins, and ``call`` the call in which it does; None where nothing was traced.
+        outputs: The largest numbers that modules gave in this call, in the order in which they ended.
     """
 
     refused: str = ''
-    calls: list[str] = dataclasses.field(default_factory=list)
+    wrong: list[CallRecord] = dataclasses.field(default_factory=list)
     gradients_known: bool = True
     parameters: list[str] = dataclasses.field(default_factory=list)
     sums: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     first: BadOp | None = None
+    call: CallRecord | None = None
     outputs: list[Maximum] = dataclasses.field(default_factory=list)
 
     @property
     def bad_sums(self) -> list[str]:
         """The parameters whose gradients are finite in each pass, and not in their sum."""
-        return [] if any(self.calls) else [name for name, total in self.sums.items() if is_bad(total)]
+        return [] if self.wrong else [name for name, total in self.sums.items() if is_bad(total)]
 
     @property
     def is_finite(self) -> bool:
         """Whether all that ran was finite."""
-        return not self.refused and not any(self.calls) and not self.bad_sums
+        return not (self.refused or self.wrong or self.bad_sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +80,12 @@ class Replayer:
         model: With the weights that it had in the step; it is left as it is. Several models are an ``nn.ModuleDict``.
         policy: The level of the training.
         attach: Attaches a copy.
-        judges_losses: Whether non-finite gradients of the losses count. Where the outputs of the model were not finite, those
-            of losses outside of it are not either, and say nothing of a level that gives other outputs.
     """
 
     step: StepRecord
     model: nn.Module
     policy: Policy
     attach: Attach
-    judges_losses: bool = True
 
     def run(self, policy: Policy | None = None, factor: float = 1.0, traced: bool = False) -> Replay:
         """Run the forward calls again, and their backward passes from the gradients that the losses gave. Syncs.
@@ -102,45 +99,12 @@ class Replayer:
         try:
             with sandbox(self.model, policy or self.policy, attach=self.attach) as box:
                 for call in self.step.calls:
-                    found.calls.append(self._run_call(box, call, factor, traced, found))
+                    _run_call(box, call, factor, traced, found)
         except Exception as error:
             # whatever a copy of a model does, the training goes on
             is_ours = isinstance(error, AmpError)
             found.refused = str(error) if is_ours else f'a copy of the model could not be run ({one_line(error)})'
         return found
-
-    def _run_call(self, box: Sandbox, call: CallRecord, factor: float, traced: bool, found: Replay) -> str:
-        """Run one call with its backward passes; returns an entry of :attr:`Replay.calls`."""
-        # one model may be given what another one gave at its level
-        half = box.engine.policy.half_type or torch.float32
-        args, kwargs = cast_tensors(copied_batch(call.given, cuts=True), half, HALF_TYPES)
-        bad: list[Tensor] = []
-        is_known = bool(call.gradients) and not any(map(is_bad, call.gradients.values()))
-        found.gradients_known &= is_known
-
-        def run(copied: nn.Module) -> Pass:
-            random_state.restore(call.states)
-            outputs = outputs_of(copied.get_submodule(call.name)(*args, **kwargs))
-            bad.extend(filter(is_bad, outputs))
-            pairs = _pairs(call.gradients, outputs, factor) if is_known and not bad else []
-            found.gradients_known &= len(pairs) == len(call.gradients)
-            return pairs
-
-        trace = FirstBad(box.model, tensors_of((args, kwargs))) if traced else None
-        modules = NonfiniteWatch(box.model) if traced else None
-        step = run_step(box, run, [] if trace is None else [trace], surrounds=call.surrounds, updates=False)
-        wrong = {name: gradient for name, gradient in step.gradients.items() if is_bad(gradient)}
-        found.parameters += [name for name in wrong if name not in found.parameters]
-        for name, gradient in step.gradients.items():
-            found.sums[name] = gradient if name not in found.sums else found.sums[name] + gradient
-        if trace is not None and modules is not None:
-            found.outputs = [each for each in modules.take() if each.phase == FORWARD]
-            found.first = trace.begin([*bad, *wrong.values()])
-            # the copy is thrown away, but it may hold them
-            trace.remove()
-            modules.remove()
-        is_loss_bad = bool(call.gradients) and not is_known and self.judges_losses
-        return 'outputs' if bad else 'gradients' if wrong else 'loss' if is_loss_bad else ''
 
     # -- settings that may help --------------------------------------------------------------------------------------
 
@@ -171,6 +135,38 @@ class Replayer:
         found = self.run(policy, 1.0 if is_scaled else 1 / self.step.scale)
         finite = None if found.refused else found.is_finite
         return Remedy(kind, setting, finite, bool(finite) and not found.gradients_known)
+
+
+def _run_call(box: Sandbox, call: CallRecord, factor: float, traced: bool, found: Replay) -> None:
+    """Run one call with its backward passes, and note what it has shown."""
+    # one model may be given what another one gave at its level
+    half = box.engine.policy.half_type or torch.float32
+    args, kwargs = cast_tensors(copied_batch(call.given, cuts=True), half, HALF_TYPES)
+    bad: list[Tensor] = []
+
+    def run(copied: nn.Module) -> Pass:
+        random_state.restore(call.states)
+        outputs = outputs_of(copied.get_submodule(call.name)(*args, **kwargs))
+        bad.extend(filter(is_bad, outputs))
+        pairs = [] if bad or call.has_bad_gradients else _pairs(call.gradients, outputs, factor)
+        found.gradients_known &= bool(pairs) and len(pairs) == len(call.gradients)
+        return pairs
+
+    trace = FirstBad(box.model, tensors_of((args, kwargs))) if traced else None
+    step = run_step(box, run, [] if trace is None else [trace], surrounds=call.surrounds, updates=False)
+    wrong = {name: gradient for name, gradient in step.gradients.items() if is_bad(gradient)}
+    found.parameters += [name for name in wrong if name not in found.parameters]
+    for name, gradient in step.gradients.items():
+        found.sums[name] = gradient if name not in found.sums else found.sums[name] + gradient
+    if bad or wrong:
+        found.wrong.append(call)
+    if trace is not None:
+        # the copy is thrown away, but it may hold it
+        trace.modules.remove()
+        # what is wrong in one call goes on to the inputs of later ones, and to the gradients of earlier ones
+        if (bad or wrong) and (found.first is None or found.first.phase == BACKWARD):
+            found.first, found.call = trace.begin([*bad, *wrong.values()]), call
+            found.outputs = [each for each in trace.modules.take() if not each.is_input]
 
 
 def _pairs(gradients: dict[int, Tensor], outputs: Sequence[Tensor], factor: float) -> Pass:

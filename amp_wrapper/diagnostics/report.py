@@ -1,4 +1,4 @@
-"""The precision report: what a model computes in at a level and why, what float16 would lose, and what each level holds."""
+"""The precision report: what a model computes in at a level and why, its largest numbers, and what each level holds."""
 
 from __future__ import annotations
 
@@ -23,101 +23,71 @@ from ..policy.autocast_lists import FLOAT32, OP_RULES
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.levels import LossScaleConfig
 from ..torch_internals import TorchDispatchMode, graph_task_id
-from .first_bad import line_outside
+from . import watches
+from .first_bad import frame_outside
 from .page import Bytes, Page, Table, percent
 from .recorder import copied_batch
 from .sandbox import left_alone, sandbox, trainable
 from .step import LOSS_FN, MAKE_OPTIMIZER, Pass, Task, check_loss, read_options, run_step
-from .watches import LABEL, Places, numbers, outputs_of
 
 #: What is called outside of the model: a loss function.
 OUTSIDE = '(outside the model)'
-#: Numbers from here on become infinite in float16, and numbers up to there zero.
-_OVERFLOW, _UNDERFLOW = 65520.0, 2.0**-25
 _NO_MATH = (
     '_local_scalar_dense _to_copy alias clone copy detach empty_like fill full_like lift_fresh new_empty new_empty_strided '
     'new_full new_ones new_zeros ones_like rand_like randn_like resize set zero zeros_like'
 )
-_KINDS = ('weights', 'outputs', 'gradients')
 _NOTE = (
-    'Of one training step: types of weights and outputs, how many ops computed in 16 bits, and which in FP32; casts and views '
-    'are no ops. In FP32: the largest of weights, outputs and gradients, and what float16 would make infinite or zero; of '
-    'gradients with the first loss scale.'
+    'Of one training step: types of weights and outputs, the largest output in FP32, how many ops computed in 16 bits, and which '
+    'in FP32; casts and views are no ops. float16 ends at 65504.'
 )
-
-
 _OPTIONS = {'loss_fn': dataclasses.replace(LOSS_FN, allowed=(None, callable)), 'make_optimizer': MAKE_OPTIMIZER}
 
 
 class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what each module of a copy gives and computes in, and how large its numbers are. Syncs after each module.
+    """Notes what each module of a copy gives and computes in.
 
     Args:
         model: The copy.
-        scale: The loss scale that gradients count with; None leaves them out.
-
-    Attributes:
-        modules: What was noted, by name; :data:`OUTSIDE` is what runs outside of the model. Of each: ``calls``; the elements of
-            its own ``weights`` by type; types of its ``outputs``; how often its ``ops`` ran by type, without modules below;
-            ``ranges`` of weights, outputs and gradients: their number, the largest, how many become infinite or zero.
     """
 
-    def __init__(self, model: nn.Module, scale: float | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        names = [*((name, class_name(each)) for name, each in model.named_modules()), (OUTSIDE, '')]
-        self.modules: dict[str, dict[str, Any]] = {name: {'name': name, 'class': kind} for name, kind in names}
-        for module in self.modules.values():
-            module.update(calls=0, weights=Counter(), outputs=[], ops={}, ranges={})
-        self._scale, self._is_measuring = scale, False
-        self._places = Places(model, self._see)
-        for name, parameter in model.named_parameters():
-            owner = name.rpartition('.')[0]
-            self.modules[owner]['weights'][dtype_name(parameter.dtype)] += parameter.numel()
-            self._measure(owner, 'weights', parameter)
-            self._hook(owner, parameter)
+        self._model, self._watch = model, watches.NonfiniteWatch(model)
+        # by module and by type
+        self._ops: dict[str, dict[str, Counter[str]]] = {}
 
-    def _measure(self, name: str, kind: str, tensor: Tensor) -> None:
-        self._is_measuring = True
-        sizes = (tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()).abs().float()
-        sizes = sizes[sizes.isfinite()]
-        names = ('elements', 'largest', 'infinite', 'zero')
-        found = self.modules[name]['ranges'].setdefault(kind, dict.fromkeys(names, 0))
-        if sizes.numel():
-            found['largest'] = max(found['largest'], float(sizes.max()))
-            sizes = sizes * (self._scale or 1.0) if kind == 'gradients' else sizes
-            found['elements'] += sizes.numel()
-            found['infinite'] += int((sizes >= _OVERFLOW).sum())
-            found['zero'] += int(((sizes > 0) & (sizes <= _UNDERFLOW)).sum())
-        self._is_measuring = False
+    def modules(self) -> dict[str, dict[str, Any]]:
+        """Return what was noted, by name; :data:`OUTSIDE` is what runs outside of the model. Syncs.
 
-    def _see(self, name: str, module: nn.Module, value: Any, is_input: bool) -> None:
-        # a checkpointed segment runs again in the backward pass
-        is_first, mine = graph_task_id() == -1, self.modules[name]
-        mine['calls'] += not is_input and is_first
-        for tensor in [] if is_input else numbers(value):
-            if is_first:
-                mine['outputs'] = list(dict.fromkeys([*mine['outputs'], dtype_name(tensor.dtype)]))
-                self._measure(name, 'outputs', tensor)
-            # also of the second run: the graph of the first is gone. What several modules hand on counts for the innermost
-            node: Any = tensor.grad_fn
-            if node is not None and node.metadata[LABEL] == name:
-                self._hook(name, tensor)
-
-    def _hook(self, name: str, tensor: Tensor) -> None:
-        # a single number is a loss, which no level has in 16 bits
-        if tensor.requires_grad and tensor.dim() and self._scale is not None:
-            tensor.register_hook(functools.partial(self._measure, name, 'gradients'))  # type: ignore[no-untyped-call]
+        Of each: the elements of its own ``weights`` by type; types of its ``outputs``, and the ``largest``; how often its
+        ``ops`` ran by type, without modules below.
+        """
+        named = {name: (class_name(module), module) for name, module in self._model.named_modules()}
+        found: dict[str, dict[str, Any]] = {}
+        for name, (kind, module) in {**named, OUTSIDE: ('', nn.Identity())}.items():
+            weights: Counter[str] = Counter()
+            for parameter in module.parameters(recurse=False):
+                weights[dtype_name(parameter.dtype)] += parameter.numel()
+            words: dict[str, Any] = {'name': name, 'class': kind, 'weights': weights, 'ops': self._ops.get(name, {})}
+            found[name] = {**words, 'outputs': [], 'largest': None}
+        for each in (each for each in self._watch.take() if not each.is_input):
+            mine, dtype = found[each.name], dtype_name(each.dtype)
+            mine['outputs'] += [dtype] * (dtype not in mine['outputs'])
+            mine['largest'] = max(mine['largest'] or 0.0, each.largest)
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        name, given = func.overloadpacket.__name__, numbers((args, kwargs))
+        name, given, frame = func.overloadpacket.__name__, watches.numbers((args, kwargs)), frame_outside()
         # casts of a level clamp what they round
-        is_cast = line_outside()[0] == copies.__file__ or func.namespace == 'amp_wrapper'
-        is_math = not is_cast and name.rstrip('_') not in _NO_MATH.split() and not func.is_view
-        if given and is_math and not self._is_measuring and graph_task_id() == -1:
+        files = copies.__file__, watches.__file__
+        is_ours = func.namespace == 'amp_wrapper' or (frame is not None and frame.f_code.co_filename in files)
+        # a checkpointed segment runs again in the backward pass
+        if given and graph_task_id() == -1 and not (is_ours or func.is_view or name.rstrip('_') in _NO_MATH.split()):
             widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
-            place = self._places.here()[1] if len(self._places.stack) > 1 else OUTSIDE
-            self.modules[place]['ops'].setdefault(dtype_name(widest), Counter())[name] += 1
+            stack = self._watch.places.stack
+            ops = self._ops.setdefault(stack[-1] if len(stack) > 1 else OUTSIDE, {})
+            ops.setdefault(dtype_name(widest), Counter())[name] += 1
         return output
 
 
@@ -134,7 +104,7 @@ def report(
     make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
     **overrides: Unpack[PolicyOptions],
 ) -> PrecisionReport:
-    """Report what a model computes in at a level and why, what float16 would lose, and the memory of each level.
+    """Report what a model computes in at a level and why, its largest outputs, and the memory of each level.
 
     One training step is run at each level, on copies: the model, its buffers, gradients and the random generators are as
     before. The model may be attached already, wrapped in DDP, in training or evaluation mode. Syncs.
@@ -144,8 +114,8 @@ def report(
         example: What the model is called with: a tuple of positional arguments, a dict of keyword arguments, or the one
             argument. With ``loss_fn``, whatever that takes. Tensors are on the device of the model.
         opt_level: 'O0' to 'O5'.
-        loss_fn: ``loss_fn(model, example)`` gives the loss, a tensor with one element. Without it, there are no ranges of
-            gradients, and the sum of the outputs stands in for the loss where memory is counted.
+        loss_fn: ``loss_fn(model, example)`` gives the loss, a tensor with one element. Without it, the sum of the outputs stands
+            in for the loss where memory is counted.
         make_optimizer: ``make_optimizer(model)`` makes an optimizer, whose state is counted. Without it, no state is.
         **overrides: Options of ``amp.initialize``, such as ``keep_fp32=['head']``.
 
@@ -210,12 +180,12 @@ def report_on(
     kept_modules([('', inner)], policy, without_prefix=True)
     memory: dict[str, dict[str, Any]] = {}
     with torch.inference_mode(False):
-        exact = _Trial(task, run, has_loss, resolve('O0'), policy.loss_scale.init_scale)
-        if not any(module['calls'] for module in exact.modules.values()):
+        exact = _Trial(task, run, has_loss, resolve('O0'))
+        if not any(module['outputs'] for module in exact.modules.values()):
             raise AmpUsageError(
                 'loss_fn(model, example) has to call the model that it is given, a copy of yours, and not the one outside.'
             )
-        here = _Trial(task, run, has_loss, policy, policy.loss_scale.init_scale)
+        here = _Trial(task, run, has_loss, policy)
         for level in LEVELS:
             known = {'O0': exact, policy.opt_level: here}.get(level)
             try:
@@ -225,7 +195,7 @@ def report_on(
                 memory[level] = {'error': one_line(error)}
     for name, module in here.modules.items():
         _explain(module, here, policy)
-        module['ranges'] = exact.modules[name]['ranges']
+        module['largest'] = exact.modules[name]['largest']
     data = {
         'title': title,
         'torch': torch.__version__,
@@ -244,32 +214,30 @@ def report_on(
 
 class _Trial:
     """One step of a copy at a level; its loss scale is 1, and the step is taken whatever its gradients are: that makes the
-    state of the optimizer. With a ``scale`` its modules are watched."""
+    state of the optimizer."""
 
-    def __init__(
-        self, task: Task, run: Callable[[nn.Module], Any], has_loss: bool, policy: Policy, scale: float | None = None
-    ) -> None:
+    def __init__(self, task: Task, run: Callable[[nn.Module], Any], has_loss: bool, policy: Policy) -> None:
         losses: list[Tensor] = []
         maker = task.make_optimizer or (lambda copied: SGD(trainable([copied]), lr=0.0))
         unscaled = LossScaleConfig(dynamic=False, init_scale=1.0)
         taken = dataclasses.replace(policy, loss_scale=unscaled, skip_nonfinite=False)
         with sandbox(task.model, taken, maker if trainable([task.model]) else None, task.attach) as box:
-            watches = [] if scale is None else [Types(box.model, scale if has_loss else None)]
+            types = Types(box.model)
 
             def begin(copied: nn.Module) -> Pass:
                 result = run(copied)
                 if has_loss:
                     losses.append(check_loss(result))
-                elif sums := [tensor.float().sum() for tensor in outputs_of(result) if tensor.requires_grad]:
+                elif sums := [tensor.float().sum() for tensor in watches.outputs_of(result) if tensor.requires_grad]:
                     # something to begin a backward pass with
                     losses.append(torch.stack(sums).sum())
                 return [(loss, None) for loss in losses if loss.requires_grad and box.engine.optimizer is not None]
 
             with left_alone(unwrap(task.model)):
-                step = run_step(box, begin, watches, surrounds=task.surrounds, counts=True)
+                step = run_step(box, begin, [types], surrounds=task.surrounds, counts=True)
             self.memory: dict[str, Any] = step.memory
             self.loss = float(losses[0].detach()) if has_loss else None
-            self.modules = watches[0].modules if watches else {}
+            self.modules = types.modules()
             self.kept = {name: box.engine.kept.get(id(module)) for name, module in box.model.named_modules()}
             self.optimizer = None if task.make_optimizer is None else type(box.engine.optimizer).__name__
 
@@ -297,19 +265,18 @@ def _explain(module: dict[str, Any], here: _Trial, policy: Policy) -> None:
 def _page(data: dict[str, Any]) -> PrecisionReport:
     modules: list[list[Any]] = []
     reasons: dict[str, str] = {}
+    large: list[str] = []
     bad: dict[int, str] = {}
-    for each in (each for each in data['modules'] if each['calls'] or each['ops']):
+    for each in (each for each in data['modules'] if each['outputs'] or each['ops']):
         half = sum(sum(ops.values()) for dtype, ops in each['ops'].items() if dtype.endswith('float16'))
-        notes = [', '.join(op['op'] + f' ({op["rule"]})' * bool(op['rule']) for op in each['fp32_ops'])]
-        if each['kept'] and notes[0]:
+        fp32 = ', '.join(op['op'] + f' ({op["rule"]})' * bool(op['rule']) for op in each['fp32_ops'])
+        if each['kept'] and fp32:
             reasons[each['kept']['rule']] = each['kept']['reason']
-        for kind, counts in each['ranges'].items():
-            lost = [fate for fate in ('infinite', 'zero') if counts[fate]]
-            notes += [f'{percent(counts[fate] / counts["elements"])} of {kind} {fate}' for fate in lost]
-            bad |= {len(modules): 'bad'} if 'infinite' in lost else {}
-        largest = [each['ranges'].get(kind, {}).get('largest') for kind in _KINDS]
-        front = [each['name'] or '(model)', each['class'], list(each['weights']), each['outputs']]
-        modules.append([*front, *largest, half, '; '.join(filter(None, notes))])
+        name = each['name'] or '(model)'
+        if (each['largest'] or 0.0) > torch.finfo(torch.float16).max:
+            large.append(name)
+            bad[len(modules)] = 'bad'
+        modules.append([name, each['class'], list(each['weights']), each['outputs'], each['largest'], half, fp32])
     kinds = list(data['memory']['O0'])
     memory = [
         [level, *(Bytes(counted[kind]) if kind in counted else None for kind in kinds), counted.get('error', '')]
@@ -317,17 +284,16 @@ def _page(data: dict[str, Any]) -> PrecisionReport:
     ]
     marks = {row: 'good' for row, level in enumerate(data['memory']) if level == data['level']}
     note = ' '.join([_NOTE, *(f'{rule}: {reason}.' for rule, reason in reasons.items())])
-    columns = ['module', 'class', 'weights', 'outputs', *(f'max {kind[:-1]}' for kind in _KINDS), '16-bit ops']
+    columns = ['module', 'class', 'weights', 'outputs', 'max output', '16-bit ops', 'in FP32 (why)']
     tables = [
         Table('Memory of one training step', ['level', *kinds, ''], memory, marks=marks, bars=('total', 'peak')),
-        Table('Modules', [*columns, 'in FP32 (why); lost in float16'], modules, note, bad, is_tree=True),
+        Table('Modules', columns, modules, note, bad, is_tree=True),
     ]
     facts = {key: str(data[key] or '') for key in ('optimizer', 'device', 'mode', 'torch')}
     if data['loss'] is not None:
         facts['loss'] = f'{data["loss"]["level"]:.6g} at {data["level"]}, {data["loss"]["fp32"]:.6g} in FP32'
     total = data['memory'][data['level']]['total'] / max(data['memory']['O0']['total'], 1)
     lead = f'{data["policy"]}. A step holds {percent(total)} of the memory of FP32.'
-    large = [each['name'] or '(model)' for each in data['modules'] if each['ranges'].get('outputs', {}).get('infinite')]
     lead += f' float16 has no room for outputs of {some(large)}.' if large else ''
     lead += ' The model is compiled, and ran without torch.compile.' if data['compiled'] else ''
     return PrecisionReport(f'Precision of {data["title"]} at {data["level"]}', lead, facts, tables, [], data)

@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compiler_internals import has_compiled
 from ..engine.engine import Engine, StepObserver
 from ..engine.flags import SKIP, LateRead, StepResult
 from ..errors import logger, one_line
 from ..policy.nested import HALF_TYPES
 from ..policy.options import Option, is_count
 from ..shards import is_sharded, local, rank
-from .overflow import Diagnosis, diagnose, judge_watched
+from .overflow import Diagnosis, diagnose
 from .page import finite
 from .recorder import Recorder, StepRecord
-from .replay import Replayer
 from .sandbox import Attach
-from .watches import NonfiniteWatch, is_bad
+from .watches import is_bad
 
 #: Reports of one training.
 MOST_REPORTS = 10
 #: Skips in a row that a loss scale which falls may take without a report: 2**16 falls to 1 in so many.
 MOST_FALLS = 16
+#: Causes that such a scale mends, or may mend where a step cannot be run again.
+_FALLING = ('gradient_scale', 'not_reproduced', 'not_replayed')
 #: Elements that are measured at a time.
 _PIECE = 2**20
 #: Is given the iteration and numbers by name.
@@ -48,7 +48,7 @@ class SkippedSteps(StepObserver):
 
     A step keeps references to the arguments of its forward calls and to the gradients at the outputs of the model, and the
     states of the random generators. On a GPU the flag of a step is read when the next one is due: the device is not waited for.
-    That a dynamic loss scale falls is no fault, and not reported: a step that would have been finite without a loss scale.
+    That a dynamic loss scale falls is no fault, and not reported.
 
     Args:
         models: Those whose parameters the engine steps, not wrapped.
@@ -64,28 +64,21 @@ class SkippedSteps(StepObserver):
         named = {f'models[{index}]' if len(models) > 1 else '': model for index, model in enumerate(models)}
         self._model = models[0] if len(models) == 1 else nn.ModuleDict(named)
         self._attach, self._publish, self._around = attach, publish, around
-        self._recorder: Recorder | None = Recorder(named)
+        self._recorder = Recorder(named)
         self._pending: tuple[StepRecord, LateRead] | None = None
         self._reports_left = MOST_REPORTS
-        # in a row: for a fault, and since a dynamic loss scale falls
-        self._skips = self._falls = 0
-        # of the present row of skips; '' when a step is taken
-        self._explanation = ''
-        # where no copy of the model can be run
-        self._live: NonfiniteWatch | None = None
+        # in a row; why they were, which is '' when a step is taken
+        self._skips, self._explanation = 0, ''
 
     def close(self) -> None:
         """Record nothing any more."""
-        for watch in (self._recorder, self._live):
-            if watch is not None:
-                watch.remove()
-        self._recorder = self._live = self._pending = None
+        self._recorder.remove()
+        self._pending = None
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
         """Record a loss that is about to be scaled."""
-        if self._recorder is not None:
-            self._read_flag(engine, wait=False)
-            self._recorder.see_loss(engine, loss, loss_id)
+        self._read_flag(engine, wait=False)
+        self._recorder.see_loss(engine, loss, loss_id)
 
     def before_step(self, engine: Engine) -> None:
         """Read how the last step went: weights are still those of that step, so it can be run again now at the latest."""
@@ -93,16 +86,16 @@ class SkippedSteps(StepObserver):
 
     def after_step(self, engine: Engine, result: StepResult) -> None:
         """Look at a step that was taken or skipped, when its flag has reached the host."""
-        record = StepRecord() if self._recorder is None else self._recorder.next_step()
+        record = self._recorder.next_step()
         if result.skipped is not None or result.info is None:
             self._take(engine, record, bool(result.skipped))
-        elif record.calls or record.losses:
+        elif record.losses:
             self._pending = record, LateRead(result.info[SKIP : SKIP + 1].clone())
             self._read_flag(engine, wait=False)
 
     def explain_streak(self, engine: Engine) -> str:
         """Return the cause of a row of skips that is too long, found now where it is not known yet."""
-        if not self._explanation and self._recorder is not None:
+        if not self._explanation:
             self._report(engine, self._recorder.step, always=True)
         return self._explanation
 
@@ -113,72 +106,38 @@ class SkippedSteps(StepObserver):
 
     def _take(self, engine: Engine, record: StepRecord, skipped: bool) -> None:
         if skipped:
-            self._report(engine, record)
+            self._skips += 1
+            # ever fewer of a row
+            if record.losses and self._reports_left and self._skips & (self._skips - 1) == 0:
+                self._report(engine, record)
         else:
-            self._skips = self._falls = 0
-            self._explanation = ''
-            if self._live is not None:
-                self._live.forget()
+            self._skips, self._explanation = 0, ''
         record.clear()
 
     def _report(self, engine: Engine, record: StepRecord, always: bool = False) -> None:
-        """Say why a step was skipped, where that is due.
-
-        Args:
-            engine: Of the optimizer.
-            record: Of the step.
-            always: Whether it is due anyway.
-        """
+        """Say why a step was skipped, also where a dynamic loss scale may mend it by itself if that is asked for ``always``."""
         try:
             with self._around():
-                if not always and self._falls_by_itself(engine, record):
-                    self._falls += 1
+                found = diagnose(record, self._model, engine, self._attach)
+                if not always and found.cause in _FALLING and self._may_fall(engine, record):
                     return
-                self._skips += 1
-                # the first ones of a row, and then ever fewer
-                is_due = self._skips <= 3 or self._skips & (self._skips - 1) == 0
-                if not always and not (record.losses and self._reports_left and is_due):
-                    return
-                self._reports_left -= 1
-                found = self._find(engine, record)
+            # what could not be run again can never be
+            self._reports_left = 0 if found.cause == 'not_replayed' else self._reports_left - 1
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on
             logger.warning(f'amp: the skipped step could not be examined ({one_line(error)})')
             return
-        self._explanation = ' '.join(part for part in (found.text, found.advice, path and f'Report: {path}.') if part)
+        self._explanation = f'{found.text} Report: {path}.' if path else found.text
         if engine.policy.verbosity >= 1:
             name = f'{engine.label}: ' if engine.label else ''
             logger.warning(f'amp: {name}why a step was skipped: {self._explanation}')
 
-    def _falls_by_itself(self, engine: Engine, record: StepRecord) -> bool:
-        """Return whether a dynamic loss scale was too large for the step, which is finite without it. Syncs."""
-        can_fall = engine.scales.is_dynamic and record.scale > max(engine.policy.loss_scale.min_scale or 0.0, 1.0)
-        may_fall = can_fall and self._falls < MOST_FALLS and self._reports_left
-        if not may_fall or not record.losses or any(is_bad(loss.value) for loss in record.losses):
-            return False
-        # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale; what has
-        # gone through later calls says nothing
-        last = {number: call.gradients for call in record.calls for number in call.losses}
-        has_nan = any(bool(gradient.isnan().any()) for kept in last.values() for gradient in kept.values())
-        tried = Replayer(record, self._model, engine.policy, self._attach, has_nan).without_scale()
-        # of a step that cannot be run again nobody knows it before the scale has fallen
-        return tried.finite is not False
-
-    def _find(self, engine: Engine, record: StepRecord) -> Diagnosis:
-        if self._live is not None:
-            return judge_watched(self._live.take(), record, engine)
-        found = diagnose(record, self._model, engine, self._attach)
-        if not record.calls and not record.unseen and has_compiled():
-            # it would be the same each time
-            self._reports_left = 0
-        elif found.cause == 'not_replayed':
-            self._live = NonfiniteWatch(self._model, trains=True)
-            found.text += (
-                ' From now on its modules are watched while it trains: see the report of the next skipped step.'
-            )
-            self._reports_left += 1
-        return found
+    def _may_fall(self, engine: Engine, record: StepRecord) -> bool:
+        """Return whether the loss scale may fall until steps like this one are finite. Syncs."""
+        least = max(engine.policy.loss_scale.min_scale or 0.0, 1.0)
+        can_fall = engine.scales.is_dynamic and record.scale > least and self._skips < MOST_FALLS
+        return can_fall and not any(is_bad(loss.value) for loss in record.losses)
 
 
 class TrainingWatch(StepObserver):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,15 +129,14 @@ def _label(tensors: Any, name: str) -> None:
 
 
 class Maximum(NamedTuple):
-    """The largest absolute number at one place of a step: infinite or NaN where one of the numbers is.
+    """The largest absolute number that a module was given or gave: infinite or NaN where one of the numbers is.
 
-    The module has a name, '' for the model itself, and a class; the phase is 'input' for what a script gave it, 'forward' for
-    what it gave, 'backward' for the gradient of that.
+    The module has a name, '' for the model itself, and a class; ``is_input`` is whether a script gave it the number.
     """
 
     name: str
     kind: str
-    phase: str
+    is_input: bool
     dtype: torch.dtype
     largest: float
 
@@ -150,14 +148,11 @@ class NonfiniteWatch:
 
     Args:
         model: Any module, cast or not, not wrapped. :meth:`remove` ends the watch.
-        trains: Whether to watch only calls that build a graph, and the gradients of outputs, too.
     """
 
-    def __init__(self, model: nn.Module, trains: bool = False) -> None:
-        self._trains = trains
-        self._entries: list[tuple[str, str, str, torch.dtype, Tensor]] = []
-        self._held = {id(tensor) for _, tensor in named_tensors(model)}
-        self._places = Places(model, self._see)
+    def __init__(self, model: nn.Module) -> None:
+        self._entries: list[tuple[str, str, bool, torch.dtype, Tensor]] = []
+        self.places = Places(model, self._see)
 
     def first(self) -> str | None:
         """Return the earliest place since the last call, such as ``'head.fc (Linear)'``; None where all was finite. Syncs.
@@ -167,36 +162,23 @@ class NonfiniteWatch:
         bad = next((each for each in self.take() if not math.isfinite(each.largest)), None)
         if bad is None:
             return None
-        return "the model's input" if bad.phase == 'input' else f'{bad.name or "the model"} ({bad.kind})'
+        return "the model's input" if bad.is_input else f'{bad.name or "the model"} ({bad.kind})'
 
     def take(self) -> list[Maximum]:
         """Return all that was seen since the last call, in its order. Syncs."""
-        entries, self._entries[:] = list(self._entries), []
+        entries, self._entries = self._entries, []
         found = torch.stack([each[-1].to(entries[0][-1].device) for each in entries]).tolist() if entries else []
         return [Maximum(*each[:4], largest) for each, largest in zip(entries, found)]
 
-    def forget(self) -> None:
-        """Let go of what was seen since the last call. No host read."""
-        self._entries.clear()
-
     def remove(self) -> None:
         """Watch no longer."""
-        self._places.remove()
+        self.places.remove()
 
+    @torch.no_grad()
     def _see(self, name: str, module: nn.Module, value: Any, is_input: bool) -> None:
-        if self._trains and not torch.is_grad_enabled():
-            return
-        # hooks hold a list alone, since scripts keep their losses
-        note = functools.partial(_note, self._entries, name, class_name(module))
-        for tensor in (each for each in numbers(value) if not is_input or id(each) not in self._held):
-            note('input' if is_input else FORWARD, tensor)
-            if self._trains and not is_input and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(functools.partial(note, BACKWARD))  # type: ignore[no-untyped-call]
-
-
-@torch.no_grad()
-def _note(entries: list[Any], name: str, kind: str, phase: str, tensor: Tensor) -> None:
-    entries.append((name, kind, phase, tensor.dtype, local([tensor.detach()])[0].abs().amax().float()))
+        for tensor in numbers(value):
+            largest = local([tensor.detach()])[0].abs().amax().float()
+            self._entries.append((name, class_name(module), is_input, tensor.dtype, largest))
 
 
 @contextmanager
