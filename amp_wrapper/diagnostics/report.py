@@ -26,8 +26,7 @@ from ..torch_internals import TorchDispatchMode, graph_task_id
 from . import watches
 from .first_bad import frame_outside
 from .page import Bytes, Page, Table, percent
-from .recorder import copied_batch
-from .sandbox import left_alone, sandbox, trainable
+from .sandbox import copied_batch, left_alone, sandbox, trainable
 from .step import LOSS_FN, MAKE_OPTIMIZER, Pass, Task, check_loss, read_options, run_step
 
 #: What is called outside of the model: a loss function.

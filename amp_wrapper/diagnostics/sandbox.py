@@ -22,6 +22,7 @@ from ..compiler_internals import COMPILED_CALL, eager
 from ..engine import Engine, attach_together
 from ..errors import AmpUsageError
 from ..policy import Policy
+from ..policy.nested import map_tensors
 from ..shards import any_sharded
 from ..torch_internals import TorchDispatchMode
 from .watches import tensors_of
@@ -237,3 +238,19 @@ def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of modules that take gradients, each once."""
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     return list(found.values())
+
+
+def copied_batch(value: Any, cuts: bool = False) -> Any:
+    """Copy what a model is given, with its tensors: models may write to it. What Python cannot copy is the same object.
+
+    Args:
+        value: A batch, or arguments.
+        cuts: Whether tensors with a graph alone take gradients in the copy: leaves are weights.
+    """
+    memo: dict[int, Any] = {}
+    for each in tensors_of(value):
+        memo[id(each)] = each.detach().clone().requires_grad_(each.requires_grad and not (cuts and each.is_leaf))
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        return map_tensors(lambda tensor: memo.get(id(tensor), tensor), value)

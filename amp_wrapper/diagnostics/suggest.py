@@ -94,7 +94,7 @@ def suggest_level(
         loss_fn: From (model, batch) to the loss, a floating scalar with its graph. It has to call the model that it is given, a
             copy, and to bring the batch to its device.
         batches: A list or any other iterable, a data loader say. As many as ``steps`` are taken from it; they are copied before
-            use. With two or more, errors of gradients are compared with the differences between batches.
+            use.
         make_optimizer: From a model to its optimizer. ``FusedAdamW`` with a learning rate of 1e-3 where None, which the result
             says.
         levels: Those that may be recommended, all by default.
@@ -161,7 +161,7 @@ def suggest(
         for tried in found:
             training.try_level(tried)
         for tried in list(found):
-            if keep := keep_what_overflows(training, tried, found[0]):
+            if keep := keep_what_overflows(training, tried):
                 found.append(Tried(tried.level, tried.policy, keep))
                 training.try_level(found[-1])
     except KeyboardInterrupt:
@@ -180,7 +180,6 @@ def suggest(
         'interrupted': is_interrupted,
         'not_tried': [each.level for each in found if each.level in allowed and not each.is_known],
         'overrides': {name: _plain(value) for name, value in overrides.items()},
-        'difference_of_batches': found[0].noise,
     }
     is_early = is_interrupted and len(found) > 1 and not any(each.is_known for each in found[1:])
     return _page(found, None if is_early else choose(found, options['prefer'], allowed), facts)

@@ -17,8 +17,7 @@ from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, one_line
 from ..policy import OptLevel, Policy
 from .first_bad import BadOp, FirstBad
 from .page import percent
-from .recorder import copied_batch
-from .sandbox import Sandbox, left_alone, sandbox
+from .sandbox import Sandbox, copied_batch, left_alone, sandbox
 from .step import Step, Task, check_loss, run_step
 from .watches import BACKWARD, is_bad
 
@@ -26,8 +25,8 @@ from .watches import BACKWARD, is_bad
 WARM_UP = 2
 #: Differences of time, memory and loss (of the first loss in FP32) that are none.
 TIE, LEAST_LOSS = 0.1, 0.05
-#: Errors of gradients: what never matters, the share of the difference of two batches that does not, what rules a level out.
-LEAST_ERROR, SHARE_OF_NOISE, MOST_ERROR = 0.05, 0.1, 0.5
+#: Errors of gradients: what does not matter, as two batches differ by more; what rules a level out.
+LEAST_ERROR, MOST_ERROR = 0.1, 0.5
 #: The share of a module's gradient, by its squares, that may become zero.
 MOST_VANISHED = 0.1
 #: By what a dynamic loss scale is divided until the first gradients are finite, and how often.
@@ -54,12 +53,11 @@ class Tried:
         skips, last_skips: Skipped steps, and those in a row at the end.
         loss_scale: The last one; None without one.
         gradients: The first ones, unscaled, by name; float32.
-        noise: Of FP32, how far gradients of another batch are from the first ones.
-        first_loss: At the first weights; ``is_finite`` is whether it and the first gradients are at some loss scale.
-        overflow: Where what is not finite begins, if that is known.
+        is_finite: Whether they and their loss are finite at some loss scale.
+        overflow: Where what is not finite begins.
         reasons: Why it does not suit, each with its kind: 'cannot', 'hardware', 'forward', 'scale', 'vanished', 'gradients',
             'loss' or 'slow'.
-        remarks: What to know all the same; ``is_accurate`` is whether the error of its gradients means nothing.
+        remarks: What to know all the same.
         time, memory_ratio, loss_off: Of a step, its bytes and the last losses, beside FP32; None where that is not known.
         error: How far the gradients are from those of FP32: relative, the root mean square over the modules that own
             parameters, each at most 1. So small gradients count as much as large ones.
@@ -75,13 +73,10 @@ class Tried:
     last_skips: int = 0
     loss_scale: float | None = None
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    noise: float = 0.0
-    first_loss: float = math.nan
     is_finite: bool = True
     overflow: BadOp | None = None
     reasons: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     remarks: list[str] = dataclasses.field(default_factory=list)
-    is_accurate: bool = True
     time: float | None = None
     memory_ratio: float | None = None
     loss_off: float | None = None
@@ -118,11 +113,21 @@ class Training:
     steps: int
     tell: Callable[[str], object]
 
-    def try_level(self, tried: Tried) -> None:
-        """Train a copy at a level, and note why that is not possible, where it is not. Syncs."""
+    def try_level(self, tried: Tried, only_gradients: bool = False) -> None:
+        """Train a copy at a level, and note why that is not possible, where it is not. Syncs.
+
+        Args:
+            tried: Has what is known at any moment.
+            only_gradients: Whether to take no steps.
+        """
         try:
             if tried.policy is not None:
-                self.run(tried, self.steps)
+                keep_fp32 = (*tried.policy.keep_fp32, *tried.keep_fp32)
+                policy = dataclasses.replace(tried.policy, keep_fp32=keep_fp32)
+                with sandbox(self.task.model, policy, self.task.make_optimizer, self.task.attach) as box:
+                    self._find_gradients(box, tried)
+                    if tried.is_finite and not only_gradients:
+                        self._take_steps(box, tried)
         except torch.OutOfMemoryError:
             tried.reasons.append(('cannot', 'there is not enough memory'))
         except Exception as error:
@@ -132,89 +137,74 @@ class Training:
                 raise
             tried.reasons.append(('cannot', str(error) if is_ours else one_line(error)))
 
-    def run(self, tried: Tried, steps: int) -> None:
-        """Compute the first gradients of a copy at a level, and take some steps. ``tried`` has what is known at any moment."""
-        assert tried.policy is not None
-        policy = dataclasses.replace(tried.policy, keep_fp32=(*tried.policy.keep_fp32, *tried.keep_fp32))
-        name = ' '.join([tried.level, *tried.keep_fp32])
-        self.tell(f'{name}: first gradients')
-        with sandbox(self.task.model, policy, self.task.make_optimizer, self.task.attach) as box:
-            with left_alone(self.task.model):
-                tried.gradients = self.first_gradients(box, tried)
-            if tried.level == 'O0':
-                self._check(tried, tried.first_loss, 'the first loss')
-                if len(self.batches) > 1:
-                    tried.noise = distance(tried.gradients, self.first_gradients(box, Tried('O0'), batch=1))[0]
-            for step in range(steps if tried.is_finite else 0):
-                self.tell(f'{name}: step {step + 1} of {steps}')
-                done, loss = self.step(box, step, step, clip=self.task.clip, counts=not step)
-                tried.losses.append(float(loss))
-                tried.memory = tried.memory or done.memory
-                tried.skips += done.skipped
-                tried.last_skips = tried.last_skips + 1 if done.skipped else 0
-                if step >= WARM_UP and not done.skipped:
-                    tried.seconds.append(done.seconds)
-                self._check(tried, float(loss), f'the loss at step {step + 1}')
-                if tried.reasons:
-                    return
-            scaler = box.engine.scales.scalers[0]
-            tried.loss_scale = None if scaler.is_one else scaler.get_scale()
+    def _find_gradients(self, box: Sandbox, tried: Tried) -> None:
+        """Find the gradients at the first weights, without a step. Dropout does nothing, and a dynamic loss scale falls."""
+        self.tell(f'{tried.level}: first gradients')
+        box.model.train()
+        for module in box.model.modules():
+            module.train(module.training and 'Drop' not in class_name(module))
+        scaler = box.engine.scales.scalers[0]
+        # the original, which a loss_fn may run, and the statistics of the copy
+        with left_alone(self.task.model), left_alone(box.model):
+            for _ in range(MOST_BACKOFFS if scaler.is_dynamic else 1):
+                done, loss = self._step(box, 0, updates=False)
+                tried.is_finite = not any(map(is_bad, [loss, *done.gradients.values()]))
+                if tried.is_finite or is_bad(loss):
+                    break
+                tried.skips += 1
+                scaler.current_scale.div_(BACKOFF)
+            tried.loss_scale = None if scaler.is_one else done.scale
+            tried.gradients = {name: g.detach().to_dense().float() / done.scale for name, g in done.gradients.items()}
+            if not tried.gradients:
+                raise AmpUsageError(_NO_GRADIENT)
+            self._check(tried, loss, 1)
+        if not tried.is_finite:
+            trace = FirstBad(box.model)
+            done, loss = self._step(box, 0, updates=False, watches=[trace])
+            trace.modules.remove()
+            tried.overflow = trace.begin([loss]) or trace.begin(list(done.gradients.values()))
+        box.model.train()
 
-    def _check(self, tried: Tried, loss: float, what: str) -> None:
-        """Note a loss that is not finite.
+    def _take_steps(self, box: Sandbox, tried: Tried) -> None:
+        for step in range(self.steps):
+            self.tell(f'{tried.level}: step {step + 1} of {self.steps}')
+            done, loss = self._step(box, step, clip=self.task.clip, counts=not step)
+            tried.losses.append(float(loss))
+            tried.memory = tried.memory or done.memory
+            tried.skips += done.skipped
+            tried.last_skips = tried.last_skips + 1 if done.skipped else 0
+            if step >= WARM_UP and not done.skipped:
+                tried.seconds.append(done.seconds)
+            self._check(tried, loss, step + 1)
+            if is_bad(loss):
+                tried.reasons.append(('loss', f'the loss at step {step + 1} was {float(loss)}'))
+                return
+        scaler = box.engine.scales.scalers[0]
+        tried.loss_scale = None if scaler.is_one else scaler.get_scale()
+
+    def _check(self, tried: Tried, loss: Tensor, step: int) -> None:
+        """Refuse a loss that is not finite in FP32.
 
         Raises:
-            AmpUsageError: That of FP32, or one that does not depend on the model that ``loss_fn`` is given.
+            AmpUsageError: It is so.
         """
-        if not tried.gradients:
-            raise AmpUsageError(_NO_GRADIENT)
-        if not math.isfinite(loss):
-            if tried.level == 'O0':
-                text = f'{what} is {loss} in FP32: no level can mend that.'
-                raise AmpUsageError(f'{text} Look at the data, the weights and the learning rate first.')
-            tried.reasons.append(('loss', f'{what} was {loss}'))
+        if tried.level == 'O0' and is_bad(loss):
+            text = f'the loss at step {step} is {float(loss)} in FP32: no level can mend that.'
+            raise AmpUsageError(f'{text} Look at the data, the weights and the learning rate first.')
 
-    def step(self, box: Sandbox, number: int, batch: int, **words: Any) -> tuple[Step, Tensor]:
+    def _step(self, box: Sandbox, number: int, **words: Any) -> tuple[Step, Tensor]:
         """Run one step of a copy; returns it and its loss."""
         losses: list[Tensor] = []
-        if not box.model.training:
-            box.model.train()
 
         def run(copied: nn.Module) -> list[tuple[Tensor, None]]:
             seed = (self.seed + number) % 2**32
             random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-            losses.append(check_loss(self.loss_fn(copied, copied_batch(self.batches[batch % len(self.batches)]))))
+            losses.append(check_loss(self.loss_fn(copied, copied_batch(self.batches[number % len(self.batches)]))))
             if not losses[0].requires_grad:
                 raise AmpUsageError(_NO_GRADIENT)
             return [(losses[0], None)]
 
         return run_step(box, run, surrounds=self.task.surrounds, **words), losses[0].detach()
-
-    def first_gradients(self, box: Sandbox, tried: Tried, batch: int = 0) -> dict[str, Tensor]:
-        """Return the gradients at the first weights, without a step. Dropout does nothing, and a dynamic loss scale falls."""
-        dropouts = [each for each in box.model.modules() if 'Drop' in class_name(each) and each.training]
-        for each in dropouts:
-            each.eval()
-        scaler, trace = box.engine.scales.scalers[0], None
-        for _ in range(MOST_BACKOFFS if scaler.is_dynamic else 1):
-            with left_alone(box.model):
-                done, loss = self.step(box, 0, batch, updates=False)
-            scaled = done.gradients
-            tried.first_loss, tried.loss_scale = float(loss), None if scaler.is_one else done.scale
-            tried.is_finite = not any(map(is_bad, [loss, *scaled.values()]))
-            if tried.is_finite or is_bad(loss):
-                break
-            tried.skips += 1
-            scaler.current_scale.div_(BACKOFF)
-        if not tried.is_finite:
-            trace = FirstBad(box.model)
-            with left_alone(box.model):
-                done, loss = self.step(box, 0, batch, updates=False, watches=[trace])
-            trace.remove()
-            tried.overflow = trace.begin([loss]) or trace.begin(list(done.gradients.values()))
-        for each in dropouts:
-            each.train()
-        return {name: gradient.detach().to_dense().float() / done.scale for name, gradient in scaled.items()}
 
 
 # -- judgement ---------------------------------------------------------------------------------------------------------
@@ -264,13 +254,15 @@ def judge(tried: Tried, fp32: Tried, prefer: str, model: nn.Module) -> None:
         tried.error, lost, share = distance(fp32.gradients, tried.gradients)
     error, off, slow, bad = tried.error or 0.0, tried.loss_off or 0.0, tried.time or 0.0, tried.overflow
     is_forward = bad is not None and bad.phase != BACKWARD
-    place = (
-        '' if bad is None else f', in {_named(model, bad.module)}: {bad.op}{f" at {bad.source}" if bad.source else ""}'
-    )
+    source = f' at {bad.source}' if bad is not None and bad.source else ''
+    place = '' if bad is None else f', in {_named(model, bad.module)}: {bad.op}{source}'
     scale = 'no loss scale' if tried.loss_scale is None else f'a loss scale of {tried.loss_scale:g}'
     falls = tried.policy is not None and tried.policy.loss_scale.dynamic and (tried.loss_scale or 1.0) < 1
     lacks = half is torch.bfloat16 and device.type == 'cuda' and not torch.cuda.is_bf16_supported(False)
-    is_lost, is_off = half is torch.float16 and share > MOST_VANISHED, off > LEAST_LOSS * abs(fp32.first_loss)
+    is_lost, is_off = (
+        half is torch.float16 and share > MOST_VANISHED,
+        off > LEAST_LOSS * abs(fp32.losses[0] if off else 0),
+    )
     gradients = f'gradients are {percent(error)} off FP32'
     time = f'a step takes {slow:.2g} times as long as in FP32 on this device ({device.type})'
     reasons = [
@@ -285,9 +277,11 @@ def judge(tried: Tried, fp32: Tried, prefer: str, model: nn.Module) -> None:
         ('slow', time, slow > 1 + TIE and prefer == 'speed'),
     ]
     tried.reasons += [(kind, text) for kind, text, holds in reasons if holds]
-    tried.is_accurate = error <= max(LEAST_ERROR, SHARE_OF_NOISE * fp32.noise)
-    tried.remarks += [] if tried.is_accurate else [f'{gradients}: compare the accuracy']
-    tried.remarks += [time] if slow > 1 + TIE and prefer != 'speed' else []
+    remarks = [
+        (f'{gradients}: compare the accuracy', error > LEAST_ERROR),
+        (time, slow > 1 + TIE and prefer != 'speed'),
+    ]
+    tried.remarks += [text for text, holds in remarks if holds]
 
 
 def _named(model: nn.Module, name: str) -> str:
@@ -306,29 +300,26 @@ def choose(found: Sequence[Tried], prefer: str, allowed: Sequence[str]) -> Tried
     good = [(each, ratio or math.inf) for each, ratio in measured if each.level in others]
     best = min((ratio for _, ratio in good if ratio <= most), default=0.0)
     equal = [each for each, ratio in good if ratio <= min(best * (1 + TIE), most)]
-    return min(equal, key=lambda t: (not t.is_accurate, bool(t.keep_fp32), PREFERRED.index(t.level)), default=fp32)
+    accurate = {id(each): (each.error or 0.0) <= LEAST_ERROR for each in equal}
+    return min(equal, key=lambda t: (not accurate[id(t)], bool(t.keep_fp32), PREFERRED.index(t.level)), default=fp32)
 
 
-def keep_what_overflows(training: Training, tried: Tried, fp32: Tried) -> tuple[str, ...]:
-    """Find modules to keep in FP32 so that the first step is finite, and its gradients are those of FP32: where it overflows,
-    what is around that, and with the second module of a class all of that class. Returns nothing where no few ones do."""
+def keep_what_overflows(training: Training, tried: Tried) -> tuple[str, ...]:
+    """Find modules to keep in FP32 so that the first step is finite: where it overflows in the forward pass, what is around
+    that, and with the second module of a class all of that class. Returns nothing where no few ones do."""
     names = {name: class_name(module) for name, module in training.task.model.named_modules()}
     keep: list[str] = []
-    while len(keep) < MOST_KEPT:
-        error, _, vanished = distance(fp32.gradients, tried.gradients)
-        is_good = tried.is_finite and error <= MOST_ERROR and vanished <= MOST_VANISHED
-        if is_good or (not tried.is_finite and (tried.overflow is None or tried.overflow.phase == BACKWARD)):
-            break
-        # of finite gradients that are wrong, the loss scale has fallen too far: for what is around the last one
-        name = keep[-1] if tried.overflow is None and keep else '' if tried.overflow is None else tried.overflow.module
+    while tried.overflow is not None and tried.overflow.phase != BACKWARD:
+        name = tried.overflow.module
         while any(f'{name}.'.startswith(f'{kept}.') for kept in keep) or names.get(name) in keep:
             # what is kept gives back more than the type of the model has room for
             name = name.rpartition('.')[0]
-        if not name:
+        if not name or len(keep) == MOST_KEPT:
             return ()
         others = [kept for kept in keep if names.get(kept) != names[name]]
         keep = [*keep, name] if len(others) == len(keep) else [*others, names[name]]
         tried = Tried(tried.level, tried.policy, tuple(keep))
-        training.run(tried, steps=0)
+        training.try_level(tried, only_gradients=True)
     # what lies inside of another one is kept with it
-    return tuple(each for each in keep if not any(each.startswith(f'{other}.') for other in keep)) if is_good else ()
+    is_good = tried.is_finite and not tried.reasons
+    return tuple(each for each in keep if is_good and not any(each.startswith(f'{other}.') for other in keep))

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..casting import region
+from ..casting.cast_module import Watcher
+from ..checkpoint import random_state
 from ..engine.engine import Engine, StepObserver
 from ..engine.flags import SKIP, LateRead, StepResult
 from ..errors import logger, one_line
 from ..policy.nested import HALF_TYPES
 from ..policy.options import Option, is_count
 from ..shards import is_sharded, local, rank
-from .overflow import Diagnosis, diagnose
+from .overflow import MOST_CALLS, CallRecord, Diagnosis, LossRecord, StepRecord, diagnose
 from .page import finite
-from .recorder import Recorder, StepRecord
 from .sandbox import Attach
-from .watches import is_bad
+from .watches import is_bad, outputs_of
 
 #: Reports of one training.
 MOST_REPORTS = 10
@@ -64,7 +68,8 @@ class SkippedSteps(StepObserver):
         named = {f'models[{index}]' if len(models) > 1 else '': model for index, model in enumerate(models)}
         self._model = models[0] if len(models) == 1 else nn.ModuleDict(named)
         self._attach, self._publish, self._around = attach, publish, around
-        self._recorder = Recorder(named)
+        self._record, self._depth = StepRecord(), threading.local()
+        self._watchers = [Watcher(partial(self._enter, name), self._leave).watch(named[name]) for name in named]
         self._pending: tuple[StepRecord, LateRead] | None = None
         self._reports_left = MOST_REPORTS
         # in a row; why they were, which is '' when a step is taken
@@ -72,13 +77,19 @@ class SkippedSteps(StepObserver):
 
     def close(self) -> None:
         """Record nothing any more."""
-        self._recorder.remove()
-        self._pending = None
+        for watcher in self._watchers:
+            watcher.remove()
+        # they hold each other
+        self._watchers, self._record, self._pending = [], StepRecord(), None
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
-        """Record a loss that is about to be scaled."""
+        """Record a loss that is about to be scaled, for a backward pass."""
         self._read_flag(engine, wait=False)
-        self._recorder.see_loss(engine, loss, loss_id)
+        scale = engine.scales.pinned(loss_id)
+        made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
+        self._record.losses.append(
+            LossRecord(loss_id, loss.detach(), None if scale is None else scale.clone(), made_by)
+        )
 
     def before_step(self, engine: Engine) -> None:
         """Read how the last step went: weights are still those of that step, so it can be run again now at the latest."""
@@ -86,7 +97,7 @@ class SkippedSteps(StepObserver):
 
     def after_step(self, engine: Engine, result: StepResult) -> None:
         """Look at a step that was taken or skipped, when its flag has reached the host."""
-        record = self._recorder.next_step()
+        record, self._record = self._record, StepRecord()
         if result.skipped is not None or result.info is None:
             self._take(engine, record, bool(result.skipped))
         elif record.losses:
@@ -96,8 +107,35 @@ class SkippedSteps(StepObserver):
     def explain_streak(self, engine: Engine) -> str:
         """Return the cause of a row of skips that is too long, found now where it is not known yet."""
         if not self._explanation:
-            self._report(engine, self._recorder.step, always=True)
+            self._report(engine, self._record, always=True)
         return self._explanation
+
+    # -- what is recorded --------------------------------------------------------------------------------------------
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth.value = getattr(self._depth, 'value', 0) + 1
+        if self._depth.value == 1 and torch.is_grad_enabled():
+            # models change the dicts and lists that they are given
+            call = CallRecord(name, _same_tensors((args, kwargs)), random_state.capture(), region.is_open())
+            self._record.dropped += len(self._record.calls) == MOST_CALLS
+            self._record.calls[:] = [*self._record.calls[1 - MOST_CALLS :], call]
+
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        # an exception may have left others open
+        self._depth.value = max(getattr(self._depth, 'value', 0) - 1, 0)
+        if self._depth.value or not torch.is_grad_enabled() or not self._record.calls:
+            return
+        call, outputs = self._record.calls[-1], outputs_of(output)
+        if not any(tensor.requires_grad for tensor in outputs):
+            # such as a preprocessor: no gradient comes from it
+            self._record.calls.pop()
+        for place, tensor in enumerate(outputs):
+            # hooks of leaves would stay
+            if tensor.requires_grad and not tensor.is_leaf:
+                # it holds no engine, since scripts keep their losses
+                tensor.register_hook(partial(_keep, self._record, call, place))  # type: ignore[no-untyped-call]
+
+    # -- what is found out -------------------------------------------------------------------------------------------
 
     def _read_flag(self, engine: Engine, wait: bool) -> None:
         if self._pending is not None and (wait or self._pending[1].is_there):
@@ -138,6 +176,22 @@ class SkippedSteps(StepObserver):
         least = max(engine.policy.loss_scale.min_scale or 0.0, 1.0)
         can_fall = engine.scales.is_dynamic and record.scale > least and self._skips < MOST_FALLS
         return can_fall and not any(is_bad(loss.value) for loss in record.losses)
+
+
+def _keep(step: StepRecord, call: CallRecord, place: int, gradient: Tensor) -> None:
+    """Keep the gradient of an output."""
+    # without a loss it is of one of other optimizers
+    if step.losses:
+        call.losses.add(len(step.losses) - 1)
+        known = call.gradients.get(place)
+        call.gradients[place] = gradient if known is None else known + gradient
+
+
+def _same_tensors(value: Any) -> Any:
+    """Return new lists, tuples and dicts, with the same things in them."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_same_tensors, value))
+    return {key: _same_tensors(item) for key, item in value.items()} if type(value) is dict else value
 
 
 class TrainingWatch(StepObserver):
