@@ -25,8 +25,8 @@ from ..policy.levels import LossScaleConfig
 from ..torch_internals import TorchDispatchMode, graph_task_id
 from . import watches
 from .first_bad import frame_outside
-from .page import Bytes, Page, Table, percent
-from .sandbox import copied_batch, left_alone, sandbox, trainable
+from .page import Page, Table, percent
+from .sandbox import copied_batch, sandbox, trainable
 from .step import LOSS_FN, MAKE_OPTIMIZER, Pass, Task, check_loss, read_options, run_step
 
 #: What is called outside of the model: a loss function.
@@ -36,8 +36,8 @@ _NO_MATH = (
     'new_full new_ones new_zeros ones_like rand_like randn_like resize set zero zeros_like'
 )
 _NOTE = (
-    'Of one training step: types of weights and outputs, the largest output in FP32, how many ops computed in 16 bits, and which '
-    'in FP32; casts and views are no ops. float16 ends at 65504.'
+    'Of one training step: types of weights and outputs, the largest output in FP32, how many ops computed in 16 bits, and '
+    'which in FP32; casts and views are no ops. float16 ends at 65504.'
 )
 _OPTIONS = {'loss_fn': dataclasses.replace(LOSS_FN, allowed=(None, callable)), 'make_optimizer': MAKE_OPTIMIZER}
 
@@ -113,8 +113,8 @@ def report(
         example: What the model is called with: a tuple of positional arguments, a dict of keyword arguments, or the one
             argument. With ``loss_fn``, whatever that takes. Tensors are on the device of the model.
         opt_level: 'O0' to 'O5'.
-        loss_fn: ``loss_fn(model, example)`` gives the loss, a tensor with one element. Without it, the sum of the outputs stands
-            in for the loss where memory is counted.
+        loss_fn: ``loss_fn(model, example)`` gives the loss, a tensor with one element. Without it, the sum of the outputs
+            stands in for the loss where memory is counted.
         make_optimizer: ``make_optimizer(model)`` makes an optimizer, whose state is counted. Without it, no state is.
         **overrides: Options of ``amp.initialize``, such as ``keep_fp32=['head']``.
 
@@ -180,10 +180,6 @@ def report_on(
     memory: dict[str, dict[str, Any]] = {}
     with torch.inference_mode(False):
         exact = _Trial(task, run, has_loss, resolve('O0'))
-        if not any(module['outputs'] for module in exact.modules.values()):
-            raise AmpUsageError(
-                'loss_fn(model, example) has to call the model that it is given, a copy of yours, and not the one outside.'
-            )
         here = _Trial(task, run, has_loss, policy)
         for level in LEVELS:
             known = {'O0': exact, policy.opt_level: here}.get(level)
@@ -232,8 +228,7 @@ class _Trial:
                     losses.append(torch.stack(sums).sum())
                 return [(loss, None) for loss in losses if loss.requires_grad and box.engine.optimizer is not None]
 
-            with left_alone(unwrap(task.model)):
-                step = run_step(box, begin, [types], surrounds=task.surrounds, counts=True)
+            step = run_step(box, begin, [types], surrounds=task.surrounds, counts=True)
             self.memory: dict[str, Any] = step.memory
             self.loss = float(losses[0].detach()) if has_loss else None
             self.modules = types.modules()
@@ -278,14 +273,16 @@ def _page(data: dict[str, Any]) -> PrecisionReport:
         modules.append([name, each['class'], list(each['weights']), each['outputs'], each['largest'], half, fp32])
     kinds = list(data['memory']['O0'])
     memory = [
-        [level, *(Bytes(counted[kind]) if kind in counted else None for kind in kinds), counted.get('error', '')]
+        [level, *(counted[kind] / 2**20 if kind in counted else None for kind in kinds), counted.get('error', '')]
         for level, counted in data['memory'].items()
     ]
     marks = {row: 'good' for row, level in enumerate(data['memory']) if level == data['level']}
     note = ' '.join([_NOTE, *(f'{rule}: {reason}.' for rule, reason in reasons.items())])
     columns = ['module', 'class', 'weights', 'outputs', 'max output', '16-bit ops', 'in FP32 (why)']
     tables = [
-        Table('Memory of one training step', ['level', *kinds, ''], memory, marks=marks, bars=('total', 'peak')),
+        Table(
+            'Memory of one training step, in MiB', ['level', *kinds, ''], memory, marks=marks, bars=('total', 'peak')
+        ),
         Table('Modules', columns, modules, note, bad, is_tree=True),
     ]
     facts = {key: str(data[key] or '') for key in ('optimizer', 'device', 'mode', 'torch')}

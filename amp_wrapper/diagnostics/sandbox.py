@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from ..casting import cast_module, region
@@ -134,7 +135,7 @@ def sandbox(
         CannotCopyError: As :func:`fp32_copy`; inside, a collective call of the model.
         AmpAttachError: The level cannot be had for this model.
         AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
-        AmpUsageError: ``make_optimizer`` made no optimizer.
+        AmpUsageError: ``make_optimizer`` made no optimizer; inside, a call of the original.
     """
     with isolated():
         copied = fp32_copy(model)
@@ -142,10 +143,20 @@ def sandbox(
         if make_optimizer is not None and not isinstance(optimizer, Optimizer):
             raise AmpUsageError(f'make_optimizer(model) gave {optimizer!r}: it must return a torch.optim.Optimizer.')
         engine = Engine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
+        originals = set(map(id, model.modules()))
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            if id(module) in originals:
+                raise AmpUsageError(
+                    'the original was called, and not its copy: loss_fn has to call the model that it is given.'
+                )
+
+        hook = register_module_forward_pre_hook(refuse)
         try:
             attach(engine, copied)
             yield Sandbox(copied, engine)
         finally:
+            hook.remove()
             engine.reset()
             # what its level names must not act on others, and a copy that holds itself waits for the garbage collector
             for module in copied.modules():
@@ -211,27 +222,6 @@ def alone() -> Iterator[None]:
             setattr(torch.distributed, name, instead(original, answer))
         stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
         yield
-
-
-@contextmanager
-def left_alone(model: nn.Module) -> Iterator[None]:
-    """Restore gradients and buffers of a model, which a function that should run its copy may run.
-
-    Args:
-        model: Not wrapped.
-    """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        # BatchNorm's kernels do not count as writes
-        for buffer, before in (each for each in buffers if not torch.equal(*each)):
-            buffer.detach().copy_(before)
 
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
