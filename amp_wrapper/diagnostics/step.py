@@ -76,14 +76,14 @@ class Step:
         scale: The loss scale of the gradients; 1.0 where it was taken out.
         skipped: Whether the optimizer's step was skipped.
         seconds: Of all of it, with the device.
-        memory: Bytes by what they are for; see :func:`count_memory`.
+        memory: The bytes that were held at most: on a GPU those of the allocator, else those of :func:`held_bytes`.
     """
 
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     scale: float = 1.0
     skipped: bool = False
     seconds: float = 0.0
-    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory: int = 0
 
 
 def run_step(
@@ -129,9 +129,8 @@ def run_step(
         torch.cuda.synchronize(device)
     found.seconds = time.perf_counter() - began
     if counts:
-        found.memory = count_memory(box.model, engine, sum(saved))
-        if device.type == 'cuda':
-            found.memory['peak'] = torch.cuda.max_memory_allocated(device)
+        is_gpu = device.type == 'cuda'
+        found.memory = torch.cuda.max_memory_allocated(device) if is_gpu else held_bytes(box.model, engine) + sum(saved)
     if engine.optimizer is not None:
         engine.zero_grad()
     # autocast keeps its casts of weights until the outermost block ends, which is that around the copy
@@ -170,10 +169,6 @@ def check_loss(loss: Any) -> Tensor:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Count what a forward pass keeps for the backward pass. Memory that is kept twice counts once.
@@ -197,43 +192,18 @@ def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
             found.append(tensor.untyped_storage().nbytes())
         return tensor
 
-    with saved_tensors_hooks(pack, _same):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
     kept.clear()
 
 
-def count_memory(model: nn.Module, engine: Engine, activations: int) -> dict[str, int]:
-    """Count the bytes that a model and its optimizer hold now. No host read.
-
-    Args:
-        model: Attached.
-        engine: Its engine.
-        activations: What a forward pass keeps, of :func:`saved_bytes`.
-
-    Returns:
-        ``weights`` that the model computes with; ``buffers``; ``masters``, or the int16 remainders of split ones;
-        ``optimizer_state``, which most optimizers have after their first step alone; ``gradients``, one for each weight that is
-        trained; ``activations``; and their ``total``, about the peak of a step.
-    """
-    parameters = list(model.parameters())
-    own = set(map(id, parameters))
-    masters: list[Tensor] = []
-    state: list[Any] = []
+def held_bytes(model: nn.Module, engine: Engine) -> int:
+    """Count the bytes of the weights and buffers of a model, their masters, the optimizer's state, and a gradient for each weight
+    that is trained. Memory that is shared counts once. No host read."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
     if engine.optimizer is not None:
         lists = engine.params.lists()
-        beside = [each for pair in zip(lists.parameters, lists.copies) for each in pair]
-        masters = [each for each in beside if each is not None and id(each) not in own]
-        state = [value for values in engine.optimizer.state.values() for value in values.values()]
-    found = {
-        'weights': _bytes_of(parameters),
-        'buffers': _bytes_of(model.buffers()),
-        'masters': _bytes_of(masters),
-        'optimizer_state': _bytes_of(value for value in state if isinstance(value, Tensor)),
-        'gradients': sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
-        'activations': activations,
-    }
-    return {**found, 'total': sum(found.values())}
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+        tensors += [*lists.parameters, *lists.copies]
+        tensors += [value for values in engine.optimizer.state.values() for value in values.values()]
+    sizes = {storage_key(each): each.untyped_storage().nbytes() for each in tensors if isinstance(each, Tensor)}
+    return sum(sizes.values()) + sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

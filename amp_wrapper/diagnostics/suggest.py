@@ -179,9 +179,8 @@ def suggest(
         for tried in found:
             training.try_level(tried)
         for tried in list(found):
-            if keep := keep_what_overflows(training, tried):
-                found.append(Tried(tried.level, tried.policy, keep))
-                training.try_level(found[-1])
+            if (mended := keep_what_overflows(training, tried)) is not None:
+                found.append(mended)
     except KeyboardInterrupt:
         is_interrupted = True
     tell('')
@@ -255,7 +254,7 @@ class Tried:
         policy: With its overrides; None where there is none.
         keep_fp32: Modules that were kept beside those of the overrides.
         losses: Of each step; ``seconds`` are of those that count.
-        memory: Bytes by what they are for.
+        memory: The bytes that a step held at most.
         skips: Skipped steps, and falls of the loss scale before them.
         loss_scale: The last one; None without one.
         gradients: The first ones, unscaled, by name; float32.
@@ -272,7 +271,7 @@ class Tried:
     keep_fp32: tuple[str, ...] = ()
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
-    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory: int = 0
     skips: int = 0
     loss_scale: float | None = None
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -314,13 +313,8 @@ class Training:
     steps: int
     tell: Callable[[str], object]
 
-    def try_level(self, tried: Tried, only_gradients: bool = False) -> None:
-        """Train a copy at a level, and note why that is not possible, where it is not. Syncs.
-
-        Args:
-            tried: Has what is known at any moment.
-            only_gradients: Whether to take no steps.
-        """
+    def try_level(self, tried: Tried) -> None:
+        """Train a copy at a level, and note why that is not possible, where it is not. Syncs."""
         if tried.policy is None:
             return
         policy = dataclasses.replace(tried.policy, keep_fp32=(*tried.policy.keep_fp32, *tried.keep_fp32))
@@ -328,7 +322,7 @@ class Training:
         try:
             with begin() as box:
                 is_finite = self._find_gradients(box, tried)
-                if is_finite and not only_gradients:
+                if is_finite:
                     self._take_steps(box, tried)
             if not is_finite:
                 # in a copy whose statistics no pass has spoilt
@@ -462,8 +456,7 @@ def judge(tried: Tried, fp32: Tried, prefer: str, model: nn.Module) -> None:
         # other programs make steps longer, never shorter
         tried.time = float(np.quantile(tried.seconds, 0.25) / np.quantile(fp32.seconds, 0.25))
     if tried.memory and fp32.memory:
-        kind = 'peak' if 'peak' in tried.memory else 'total'
-        tried.memory_ratio = tried.memory[kind] / fp32.memory[kind]
+        tried.memory_ratio = tried.memory / fp32.memory
     common = min(len(tried.losses), len(fp32.losses))
     if common > WARM_UP:
         # the mean of the last ones that both have
@@ -511,24 +504,25 @@ def choose(found: Sequence[Tried], prefer: str, allowed: Sequence[str]) -> Tried
     return min(equal, key=rank, default=fp32)
 
 
-def keep_what_overflows(training: Training, tried: Tried) -> tuple[str, ...]:
-    """Find modules to keep in FP32 so that the first step is finite: where it overflows in the forward pass, what is around
-    that, and with the second module of a class all of that class. Returns nothing where no few ones do."""
+def keep_what_overflows(training: Training, tried: Tried) -> Tried | None:
+    """Try a level with modules in FP32 until its first step is finite: where it overflows in the forward pass, what is around
+    that, and with the second module of a class all of that class. Returns None where no few ones do."""
     names = {name: class_name(module) for name, module in training.task.model.named_modules()}
     keep: list[str] = []
-    while tried.overflow is not None and tried.overflow.phase != BACKWARD:
+    while tried.overflow is not None and tried.overflow.phase != BACKWARD and len(keep) < MOST_KEPT:
         name = tried.overflow.module
         while any(f'{name}.'.startswith(f'{kept}.') for kept in keep) or names.get(name) in keep:
             # what is kept gives back more than the type of the model has room for
             name = name.rpartition('.')[0]
-        if not name or len(keep) == MOST_KEPT:
-            return ()
+        if not name:
+            return None
+        # what lies inside of another one is kept with it
+        keep = [kept for kept in keep if not kept.startswith(f'{name}.')]
         others = [kept for kept in keep if names.get(kept) != names[name]]
         keep = [*keep, name] if len(others) == len(keep) else [*others, names[name]]
         tried = Tried(tried.level, tried.policy, tuple(keep))
-        training.try_level(tried, only_gradients=True)
-    # what lies inside of another one is kept with it
-    return tuple(each for each in keep if not tried.reasons and not any(each.startswith(f'{other}.') for other in keep))
+        training.try_level(tried)
+    return tried if keep and tried.overflow is None else None
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def report(args: argparse.Namespace) -> None:
     policy = resolve(args.opt_level or built.policy.opt_level, **built.policy.overrides)
     run = functools.partial(built.loss_fn, batch=built.batches(1)[0])
     with seeded(built.config):
-        found = report_on(_task_of(built), run, True, policy, built.policy.overrides, args.config)
+        found = report_on(_task_of(built), run, policy, args.config)
     _show(found, args, args.depth)
 
 
