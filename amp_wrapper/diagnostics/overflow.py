@@ -19,11 +19,9 @@ from ..policy import Policy, dtype_name
 from ..policy.levels import IN_BFLOAT16, LEVEL_TABLE
 from ..policy.nested import HALF_TYPES, cast_tensors
 from ..shards import local
-from .first_bad import NAN, BadOp, FirstBad
 from .page import Page, Table
-from .sandbox import Attach, Sandbox, copied_batch, own_functions, sandbox
-from .step import Pass, run_step
-from .watches import BACKWARD, FORWARD, Maximum, is_bad, outputs_of, tensors_of
+from .sandbox import Attach, Pass, Sandbox, copied_batch, own_functions, run_step, sandbox
+from .watches import BACKWARD, FORWARD, NAN, BadOp, FirstBad, Maximum, is_bad, outputs_of, tensors_of
 
 #: Forward calls of one step that are kept, the last ones.
 MOST_CALLS = 32
@@ -38,6 +36,7 @@ _ADVICE = {
     'gradient_scale': 'Gradients carry the loss scale {scale:g} there; with loss_scale=1.0 they fit. A dynamic scale falls by '
     'itself until they do: nothing is to be done then, unless steps are skipped over and over.',
 }
+_LOSS_ADVICE = 'Look at what turns outputs into the loss: a division, a logarithm, an empty target, 16-bit sums.'
 _OUTPUTS = 'The largest absolute number in what each module gave, in the order in which the modules ended.'
 _NOT_REPRODUCED = (
     'The step was finite when it was run again. Either something that is not recorded has changed, such as a random generator '
@@ -209,10 +208,13 @@ def _run_call(box: Sandbox, call: CallRecord, factor: float, traced: bool, found
 
 
 def _pairs(gradients: dict[int, Tensor], outputs: Sequence[Tensor], factor: float) -> Pass:
-    found = [(outputs[place], gradient) for place, gradient in gradients.items() if place < len(outputs)]
-    fit = [(tensor, each) for tensor, each in found if tensor.requires_grad and tensor.shape == each.shape]
-    wide = [(tensor, each.to(torch.promote_types(each.dtype, torch.float32))) for tensor, each in fit]
-    return [(tensor, (each * factor).to(tensor.dtype)) for tensor, each in wide]
+    known = [(outputs[place], each) for place, each in gradients.items() if place < len(outputs)]
+    fit = [(tensor, each) for tensor, each in known if tensor.requires_grad and tensor.shape == each.shape]
+    # a product in 16 bits may overflow
+    return [
+        (tensor, (each.to(torch.promote_types(each.dtype, torch.float32)) * factor).to(tensor.dtype))
+        for tensor, each in fit
+    ]
 
 
 # -- what it shows -----------------------------------------------------------------------------------------------------
@@ -434,22 +436,19 @@ class _Examination:
         if any(own_functions(module) for module in self.model.modules()):
             # forward hooks that the copy did not run
             return Diagnosis('not_reproduced', _NOT_REPRODUCED)
-        bad = [loss for loss in self.step.losses if is_bad(loss.value)]
+        bad = next((loss for loss in self.step.losses if is_bad(loss.value)), None)
+        if bad is not None:
+            made_by = f' (of {bad.made_by})' if bad.made_by else ''
+            what = (
+                f'are finite, and a loss, which is computed outside of the model, is {float(bad.value.sum())}{made_by}.'
+            )
+            return Diagnosis('loss', f'The outputs of the model {what} {_LOSS_ADVICE}', phase=FORWARD, op=bad.made_by)
+        text = 'The outputs of the model and the loss are finite, and the gradient of the loss, which is computed outside of'
         given = [each for call in self.step.calls for each in call.gradients.values()]
-        if not bad and self.step.scale > 1 and not any(bool(each.isnan().any()) for each in given):
-            text = 'The outputs of the model and the loss are finite, and the gradient of the loss, which is computed outside '
-            text += f'of the model, is infinite with the loss scale {self.step.scale:g}: a smaller scale may help.'
+        if self.step.scale > 1 and not any(bool(each.isnan().any()) for each in given):
+            text += f' the model, is infinite with the loss scale {self.step.scale:g}: a smaller scale may help.'
             return Diagnosis('gradient_scale', text, phase=BACKWARD)
-        what = 'and the loss are finite, and the gradient of the loss, which is computed outside of the model, is not.'
-        if bad:
-            several = self.engine.policy.num_losses > 1
-            name = ', '.join(f'loss {loss.loss_id}' for loss in bad) if several else 'the loss'
-            value = f'{float(bad[0].value.float().sum())}{f" (of {bad[0].made_by})" if bad[0].made_by else ""}'
-            what = f'are finite, and {name}, which is computed outside of the model, is {value}.'
-        advice = 'Look at what turns outputs into the loss: a division, a logarithm, an empty target, 16-bit sums.'
-        found = Diagnosis('loss', f'The outputs of the model {what} {advice}', phase=FORWARD if bad else BACKWARD)
-        found.op = bad[0].made_by if bad else ''
-        return found
+        return Diagnosis('loss', f'{text} the model, is not. {_LOSS_ADVICE}', phase=BACKWARD)
 
     def _at(self, cause: str, text: str, module: str, place: BadOp | None = None) -> Diagnosis:
         words: dict[str, Any] = {} if place is None else {'phase': place.phase, 'op': place.op, 'source': place.source}

@@ -22,10 +22,8 @@ from ..policy.autocast_lists import FLOAT32, OP_RULES
 from ..policy.fp32_registry import FP32_OPS
 from ..torch_internals import TorchDispatchMode, graph_task_id
 from . import watches
-from .first_bad import frame_outside
 from .page import Page, Table
-from .sandbox import copied_batch, sandbox
-from .step import LOSS_FN, Pass, Task, check_loss, read_options, run_step
+from .sandbox import LOSS_FN, Pass, Task, check_loss, copied_batch, read_options, run_step, sandbox
 
 #: What is called outside of the model: a loss function.
 OUTSIDE = '(outside the model)'
@@ -55,8 +53,8 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def modules(self) -> dict[str, dict[str, Any]]:
         """Return what was noted, by name; :data:`OUTSIDE` is what runs outside of the model. Syncs.
 
-        Of each: the types of its own ``weights``, and of its ``outputs``, of which the ``largest`` number; how often its ``ops``
-        ran by type, without modules below.
+        Of each: the types of its own ``weights``, and of its ``outputs``, whose greatest number is ``largest``; how often its
+        ``ops`` ran by type, without modules below.
         """
         named = [(name, class_name(module), module) for name, module in self._model.named_modules()]
         found: dict[str, dict[str, Any]] = {}
@@ -72,7 +70,7 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        name, given, frame = func.overloadpacket.__name__, watches.numbers((args, kwargs)), frame_outside()
+        name, given, frame = func.overloadpacket.__name__, watches.numbers((args, kwargs)), watches.frame_outside()
         # casts of a level clamp what they round
         files = copies.__file__, watches.__file__
         is_ours = func.namespace == 'amp_wrapper' or (frame is not None and frame.f_code.co_filename in files)
@@ -185,7 +183,7 @@ def _run(task: Task, run: Callable[[nn.Module], Any], policy: Policy) -> tuple[d
 
     def forward(copied: nn.Module) -> Pass:
         result = run(copied)
-        losses.extend(float(each) for each in [result] if isinstance(each, Tensor) and each.numel() == 1)
+        losses.extend(float(each) for each in [result] if isinstance(each, Tensor) and not each.dim())
         return []
 
     with sandbox(task.model, policy, attach=task.attach) as box:

@@ -25,11 +25,9 @@ from ..optim import FusedAdamW
 from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.levels import LEVEL_TABLE
 from ..policy.options import Option, is_whole
-from .first_bad import BadOp, FirstBad
 from .page import Page, Table, percent
-from .sandbox import Sandbox, copied_batch, isolated, sandbox, trainable
-from .step import LOSS_FN, MAKE_OPTIMIZER, Step, Task, check_loss, read_options, run_step
-from .watches import BACKWARD, is_bad
+from .sandbox import LOSS_FN, Sandbox, Step, Task, check_loss, copied_batch, isolated, read_options, run_step, sandbox
+from .watches import BACKWARD, BadOp, FirstBad, is_bad
 
 #: Of the optimizer that is taken where none is given.
 DEFAULT_LR = 1e-3
@@ -49,6 +47,13 @@ MOST_KEPT, MOST_SKIPPED = 8, 3
 PREFERRED = ('O5', 'O2', 'O4', 'O1', 'O3', 'O0')
 
 
+_MAKER = 'a function from a model to its optimizer, such as lambda model: torch.optim.AdamW(model.parameters())'
+
+
+def _is_maker(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
 def _are_levels(value: Any) -> bool:
     listed = [value] if isinstance(value, str) else value
     return isinstance(listed, (list, tuple)) and bool(listed) and all(each in LEVELS for each in listed)
@@ -56,7 +61,7 @@ def _are_levels(value: Any) -> bool:
 
 _OPTIONS = {
     'loss_fn': LOSS_FN,
-    'make_optimizer': MAKE_OPTIMIZER,
+    'make_optimizer': Option(None, (None, _is_maker), _MAKER),
     'levels': Option(None, (None, _are_levels), f'a list of {", ".join(LEVELS)}, such as ["O0", "O2", "O5"]'),
     'steps': Option(20, (functools.partial(is_whole, low=WARM_UP + 2),), f'a whole number of at least {WARM_UP + 2}'),
     'seed': Option(0, (functools.partial(is_whole, low=None),), 'a whole number'),
@@ -156,7 +161,7 @@ def suggest(
         **options: ``steps``, ``seed`` and ``prefer``, as there.
     """
     model = task.model
-    if not isinstance(model, nn.Module) or not trainable([model]):
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         kind = type(model).__name__
         raise AmpConfigError([f'model={kind} must be a torch.nn.Module with a parameter that requires a gradient.'])
     known = {'loss_fn': loss_fn, 'make_optimizer': task.make_optimizer, 'levels': levels}
@@ -208,7 +213,7 @@ def _tell(text: str) -> None:
 
 
 def _default_optimizer(model: nn.Module) -> Optimizer:
-    return FusedAdamW(trainable([model]), lr=DEFAULT_LR)
+    return FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=DEFAULT_LR)
 
 
 def _resolve(levels: Sequence[OptLevel], overrides: Mapping[str, Any]) -> list[Tried]:
@@ -371,15 +376,13 @@ class Training:
         trace = FirstBad(box.model.train())
         done, loss = self._step(box, tried, 0, updates=False, watches=[trace])
         trace.modules.remove()
-        bad = tried.overflow = trace.begin([loss]) or trace.begin(list(done.gradients.values()))
-        where = ''
-        if bad is not None:
-            source = f' at {bad.source}' if bad.source else ''
-            where = f', in {_named(self.task.model, bad.module)}: {bad.op}{source}'
-        if bad is not None and bad.phase != BACKWARD:
-            tried.reasons.append(('forward', f'overflow in the forward pass{where}'))
-        else:
-            tried.reasons.append(('scale', f'the first gradients are not finite at {_scale_of(tried)}{where}'))
+        tried.overflow = trace.begin([loss]) or trace.begin(list(done.gradients.values()))
+        kind, what = 'scale', f'the first gradients are not finite at {_scale_of(tried)}'
+        if (bad := tried.overflow) is not None:
+            if bad.phase != BACKWARD:
+                kind, what = 'forward', 'overflow in the forward pass'
+            what += f', in {_named(self.task.model, bad.module)}: {bad.op} {bad.source}'.rstrip()
+        tried.reasons.append((kind, what))
 
     def _take_steps(self, box: Sandbox, tried: Tried) -> None:
         in_a_row = 0

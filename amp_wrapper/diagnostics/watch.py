@@ -199,8 +199,8 @@ class TrainingWatch(StepObserver):
 
     The numbers of a step: ``amp_grad_subnormal``, the share of gradient elements other than zero that are below the normal
     range of float16, and ``amp_grad_peak``, the largest one in powers of two from the largest number of float16, both with the
-    loss scale and where the level computes in float16; ``amp_scale``; ``amp_skipped``, the steps that were skipped so far. They
-    are computed on the device, and read late.
+    loss scale and where the level computes in float16; ``amp_scale``, that of the step; ``amp_skipped``, the steps that were
+    skipped before it. They are computed on the device, and read late.
 
     Args:
         engine: Of the optimizer; None watches nothing.
@@ -236,7 +236,6 @@ class TrainingWatch(StepObserver):
         # iteration and facts of the last step: what is told of it comes late
         self._last: tuple[int, dict[str, Any]] = 0, {}
         self._counts_steps, self._is_due = True, False
-        self._measured: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
         self._failed: set[str] = set()
         self._waiting: list[tuple[int, list[str], LateRead]] = []
@@ -281,22 +280,17 @@ class TrainingWatch(StepObserver):
 
     @torch.no_grad()
     def before_step(self, engine: Engine) -> None:
-        """Measure gradients, where the step is due."""
+        """Measure gradients, where the step is due, and hand on what has reached the host."""
         if self._counts_steps:
             self.begin(self.iteration + 1)
             self._counts_steps = True
         self._last = self.iteration, self._facts
-        self._measured = _measure(engine) if self._is_due else {}
-
-    @torch.no_grad()
-    def after_step(self, engine: Engine, result: StepResult) -> None:
-        """Begin to read what was measured, and hand on what has reached the host."""
-        if self._is_due and not rank():
-            scale, skips = engine.scales.first.current_scale, engine.scales.steps.counts[1]
-            found = {**self._measured, 'amp_scale': scale, 'amp_skipped': skips}
-            row = torch.stack([each.to(engine.device).double() for each in found.values()])
-            self._waiting.append((self.iteration, list(found), LateRead(row)))
-        self._is_due, self._measured = False, {}
+        if self._is_due:
+            found = _measure(engine)
+            if not rank():
+                row = torch.stack([each.to(engine.device).double() for each in found.values()])
+                self._waiting.append((self.iteration, list(found), LateRead(row)))
+        self._is_due = False
         self._hand_on(wait=False)
 
     def _hand_on(self, wait: bool) -> None:
@@ -332,7 +326,7 @@ class TrainingWatch(StepObserver):
 
 
 def _measure(engine: Engine) -> dict[str, Tensor]:
-    """Return subnormal share and peak, scalars on the device of the gradients; nothing where none is float16."""
+    """Return the numbers of a step that is due, scalars: those of gradients where there are some in float16."""
     policy = engine.policy
     # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
     found = [
@@ -341,9 +335,10 @@ def _measure(engine: Engine) -> dict[str, Tensor]:
         if not gradient.is_sparse and (not policy.casts_model or weight.dtype in HALF_TYPES or is_sharded(weight))
     ]
     devices = {gradient.device for gradient, _ in found}
+    numbers = {'amp_scale': engine.scales.first.current_scale, 'amp_skipped': engine.scales.steps.counts[1]}
     if policy.half_type is not torch.float16 or len(devices) != 1:
-        return {}
-    scale, normal = engine.scales.first.current_scale.to(found[0][0].device), torch.finfo(torch.float16)
+        return numbers
+    scale, normal = numbers['amp_scale'].to(found[0][0].device), torch.finfo(torch.float16)
     counts, peak = scale.new_zeros(2, dtype=torch.float64), scale.new_zeros(1, dtype=torch.float64)
     for gradient, is_unscaled in found:
         for piece in torch.split(gradient.detach().reshape(-1), _PIECE) if gradient.numel() else ():
@@ -353,16 +348,15 @@ def _measure(engine: Engine) -> dict[str, Tensor]:
             peak = torch.maximum(peak, torch.where(known, sizes, 0.0).amax())
     below, known = engine.params.layout.exchange(counts)
     peak = engine.params.layout.exchange(peak, greatest=True)[0]
-    return {'amp_grad_subnormal': below / known, 'amp_grad_peak': torch.log2(peak / normal.max)}
+    return {**numbers, 'amp_grad_subnormal': below / known, 'amp_grad_peak': torch.log2(peak / normal.max)}
 
 
-class LinesFile:
-    """A log that writes lines of JSON to a file, which is made where it is missing."""
+def lines_to(path: Path) -> Log:
+    """Return a log that writes lines of JSON to the end of a file, which is made where it is missing."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, iteration: int, values: Mapping[str, Any]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open('a', encoding='utf-8') as file:
+    def write(iteration: int, values: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open('a', encoding='utf-8') as file:
             file.write(json.dumps(finite({'iteration': iteration, **values}), allow_nan=False) + '\n')
+
+    return write

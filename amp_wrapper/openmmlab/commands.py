@@ -16,7 +16,7 @@ from mmengine.registry import RUNNERS
 from ..checkpoint.file import replacing
 from ..diagnostics.page import Page
 from ..diagnostics.report import report_on
-from ..diagnostics.step import Task
+from ..diagnostics.sandbox import Task
 from ..diagnostics.suggest import suggest
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError

@@ -13,8 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from torch import nn
 
-from ..diagnostics.sandbox import Attach, copied_batch
-from ..diagnostics.step import read_options
+from ..diagnostics.sandbox import Attach, copied_batch, read_options
 from ..diagnostics.watch import OPTIONS, TrainingWatch
 from ..engine import Engine
 from ..registry import HOOKS
