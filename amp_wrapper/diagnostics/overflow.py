@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ..policy.nested import HALF_TYPES, cast_tensors
 from ..shards import local
 from .page import Page, Table
 from .sandbox import Attach, Pass, Sandbox, copied_batch, own_functions, run_step, sandbox
-from .watches import BACKWARD, FORWARD, NAN, BadOp, FirstBad, Maximum, is_bad, outputs_of, tensors_of
+from .watches import BACKWARD, FORWARD, NAN, BadOp, FirstBad, Maximum, is_bad, numbers, tensors_of
 
 #: Forward calls of one step that are kept, the last ones.
 MOST_CALLS = 32
@@ -49,8 +49,7 @@ _NOT_REPRODUCED = (
 # -- a step, as it was recorded ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class LossRecord:
+class LossRecord(NamedTuple):
     """One loss that was scaled: its value without its graph, a copy of its scale (None for 1), what computed it."""
 
     loss_id: int
@@ -184,7 +183,7 @@ def _run_call(box: Sandbox, call: CallRecord, factor: float, traced: bool, found
 
     def run(copied: nn.Module) -> Pass:
         random_state.restore(call.states)
-        outputs = outputs_of(copied.get_submodule(call.name)(*args, **kwargs))
+        outputs = numbers(copied.get_submodule(call.name)(*args, **kwargs))
         bad.extend(filter(is_bad, outputs))
         pairs = [] if bad or call.has_bad_gradients else _pairs(call.gradients, outputs, factor)
         found.gradients_known &= bool(pairs) and len(pairs) == len(call.gradients)
@@ -211,10 +210,7 @@ def _pairs(gradients: dict[int, Tensor], outputs: Sequence[Tensor], factor: floa
     known = [(outputs[place], each) for place, each in gradients.items() if place < len(outputs)]
     fit = [(tensor, each) for tensor, each in known if tensor.requires_grad and tensor.shape == each.shape]
     # a product in 16 bits may overflow
-    return [
-        (tensor, (each.to(torch.promote_types(each.dtype, torch.float32)) * factor).to(tensor.dtype))
-        for tensor, each in fit
-    ]
+    return [(tensor, (each.double() * factor).to(tensor.dtype)) for tensor, each in fit]
 
 
 # -- what it shows -----------------------------------------------------------------------------------------------------
@@ -232,7 +228,6 @@ class Diagnosis:
             'not_replayed': it could not be run again.
         text: The cause in words, with its place and numbers, and the settings that made the step finite.
         module: The qualified name of the module in which it begins; '' for the model itself, or where that is not known.
-        kind: The class of that module.
         phase: 'forward', 'backward', or '' for neither.
         op: The op in which it begins.
         source: The line of Python that called it.
@@ -248,7 +243,6 @@ class Diagnosis:
     cause: str
     text: str
     module: str = ''
-    kind: str = ''
     phase: str = ''
     op: str = ''
     source: str = ''
@@ -370,9 +364,9 @@ class _Examination:
         """Run the step again, and say what it shows."""
         step = self.step
         if not step.calls:
-            what = 'no call of the whole model was seen that gives a tensor with a gradient. It is called part by part, gives '
+            what = 'no call of the whole model was seen that gives a tensor with a gradient. It is called part by part, it '
             return _not_replayed(
-                f'{what}an object of a class of its own, or torch.compile hides it: train without that.'
+                f'{what}gives an object of a class of its own, or torch.compile hides it: train without it.'
             )
         if not all(call.current_versions() == call.versions for call in step.calls):
             return _not_replayed('its inputs were written to, by the model itself or after its forward pass.')
@@ -391,7 +385,7 @@ class _Examination:
             found = self._of_loss()
         elif again.bad_sums:
             text = (
-                f'Gradients of several backward passes are finite in {dtype_name(self._type())}, and their sum is not'
+                f'Gradients of several backward passes are finite, and their sum in {dtype_name(self._type())} is not'
             )
             found = self._at('gradient_range', f'{text}: {some(again.bad_sums)}.', again.bad_sums[0].rpartition('.')[0])
             found.phase, found.parameters = BACKWARD, again.bad_sums
@@ -417,12 +411,9 @@ class _Examination:
         tried = [self._without_scale()] if place.phase == BACKWARD else []
         cause = 'gradient_scale'
         if not (tried and tried[0].finite and self.step.scale > 1):
-            exact, phase = (
-                self._run(LEVEL_TABLE['O0'], 1 / self.step.scale, traced=True),
-                'forward' if place.phase == FORWARD else 'gradient',
-            )
+            exact = self._run(LEVEL_TABLE['O0'], 1 / self.step.scale, traced=True)
             is_range = bool(exact.refused) or exact.is_finite
-            cause = f'{phase}_range' if is_range else f'{phase}_nan'
+            cause = f'{"forward" if place.phase == FORWARD else "gradient"}_{"range" if is_range else "nan"}'
             if exact.first is not None and exact.first.node != place.node:
                 # in 16 bits something else came first
                 place = exact.first
@@ -452,9 +443,7 @@ class _Examination:
 
     def _at(self, cause: str, text: str, module: str, place: BadOp | None = None) -> Diagnosis:
         words: dict[str, Any] = {} if place is None else {'phase': place.phase, 'op': place.op, 'source': place.source}
-        known = dict(self.model.named_modules())
-        kind = class_name(known[module]) if module in known else ''
-        return Diagnosis(cause, text, module, kind, **words)
+        return Diagnosis(cause, text, module, **words)
 
     def _called(self, module: str) -> str:
         return f'{module} ({class_name(self.model.get_submodule(module))})' if module else 'the model'

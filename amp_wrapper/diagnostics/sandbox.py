@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,7 @@ class CannotCopyError(AmpUsageError):
     """A model of which no copy can be made, or which talks to other ranks without asking whether there are any."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sandbox:
+class Sandbox(NamedTuple):
     """A copy of a model, attached at a level of its own.
 
     Attributes:
@@ -268,8 +267,7 @@ def read_options(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What is run, on copies.
 
     Attributes:

@@ -22,7 +22,7 @@ from ..casting.modules import class_name, module_device
 from ..casting.roots import is_compiled, unwrap
 from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, one_line
 from ..optim import FusedAdamW
-from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
+from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, resolve
 from ..policy.levels import LEVEL_TABLE
 from ..policy.options import Option, is_whole
 from .page import Page, Table, percent
@@ -45,8 +45,7 @@ BACKOFF, MOST_BACKOFFS = 2.0**4, 8
 MOST_KEPT, MOST_SKIPPED = 8, 3
 #: Of levels that are as good as each other the first is taken: without a loss scale before with one.
 PREFERRED = ('O5', 'O2', 'O4', 'O1', 'O3', 'O0')
-
-
+#: What makes optimizers, in an error.
 _MAKER = 'a function from a model to its optimizer, such as lambda model: torch.optim.AdamW(model.parameters())'
 
 
@@ -176,7 +175,7 @@ def suggest(
         taken = _take(batches, int(options['steps']))
     if task.make_optimizer is None:
         optimizer_name = f'FusedAdamW with a learning rate of {DEFAULT_LR:g}, since none was given'
-    task = dataclasses.replace(task, model=inner, make_optimizer=task.make_optimizer or _default_optimizer)
+    task = task._replace(model=inner, make_optimizer=task.make_optimizer or _default_optimizer)
     tell = _tell if progress and sys.stderr.isatty() else str
     training = Training(task, loss_fn, taken, int(options['seed']), int(options['steps']), tell)
     is_interrupted = False
@@ -201,7 +200,6 @@ def suggest(
         'compiled': is_compiled(model),
         'interrupted': is_interrupted,
         'not_tried': [each.level for each in found if each.level in allowed and not each.is_known],
-        'overrides': {name: _plain(value) for name, value in overrides.items()},
     }
     is_early = is_interrupted and len(found) > 1 and not any(each.is_known for each in found[1:])
     return _page(found, None if is_early else choose(found, options['prefer'], allowed), facts)
@@ -363,7 +361,7 @@ class Training:
         tried.loss_scale = None if scaler.is_one else done.scale
         tried.gradients = {name: g.detach().to_dense().float() / done.scale for name, g in done.gradients.items()}
         if not tried.gradients:
-            text = 'the loss of loss_fn(model, batch) gives the model no gradient'
+            text = 'the loss of loss_fn gives the model no gradient'
             raise AmpUsageError(
                 f'{text}: it has to call the model that it is given, and to return the loss with its graph.'
             )
@@ -403,9 +401,7 @@ class Training:
         if in_a_row >= MOST_SKIPPED:
             tried.reasons.append(('scale', f'the last {in_a_row} steps were skipped, down to {_scale_of(tried)}'))
         elif scaler.is_dynamic and scaler.get_scale() < 1:
-            tried.reasons.append(
-                ('scale', f'the loss scale fell to {_scale_of(tried)}: gradients overflow even unscaled')
-            )
+            tried.reasons.append(('scale', f'gradients overflow even unscaled, down to {_scale_of(tried)}'))
 
     def _step(self, box: Sandbox, tried: Tried, number: int, **words: Any) -> tuple[Step, Tensor]:
         """Run one step of a copy; returns it and its loss."""
@@ -470,15 +466,14 @@ def judge(tried: Tried, fp32: Tried, prefer: str, model: nn.Module) -> None:
         return
     tried.error, lost, share = distance(fp32.gradients, tried.gradients)
     off, slow, is_lost = tried.loss_off or 0.0, tried.time or 0.0, half is torch.float16 and share > MOST_VANISHED
+    is_off, device = bool(off) and off > LEAST_LOSS * abs(fp32.losses[0]), module_device(model)
+    lacks = half is torch.bfloat16 and device.type == 'cuda' and not torch.cuda.is_bf16_supported(False)
     vanished = f'{percent(share)} of the gradient of {_named(model, lost)} becomes zero at {_scale_of(tried)}'
     reasons = [
         ('vanished', vanished, is_lost),
         ('gradients', f'gradients are {percent(tried.error)} off FP32', tried.error > MOST_ERROR and not is_lost),
-        (
-            'loss',
-            f'after {common} steps the loss is {off:.3g} off that of FP32',
-            off > LEAST_LOSS * abs(fp32.losses[0]),
-        ),
+        ('loss', f'after {common} steps the loss is {off:.3g} off that of FP32', is_off),
+        ('hardware', f'{device} has no bfloat16 arithmetic', lacks),
         ('slow', f'a step takes {slow:.2g} times as long as in FP32', slow > 1 + TIE and prefer == 'speed'),
     ]
     tried.reasons += [(kind, text) for kind, text, holds in reasons if holds]
@@ -532,8 +527,9 @@ def keep_what_overflows(training: Training, tried: Tried) -> Tried | None:
 
 
 def _page(found: Sequence[Tried], best: Tried | None, facts: dict[str, Any]) -> LevelSuggestion:
-    level, keep = (None, ()) if best is None else (best.level, best.keep_fp32)
-    words: dict[str, Any] = {'opt_level': level, **facts['overrides']}
+    level, keep, words = None, (), {}
+    if best is not None and best.policy is not None:
+        level, keep, words = best.level, best.keep_fp32, {'opt_level': best.level, **best.policy.overrides}
     if keep:
         given = words.get('keep_fp32') or ()
         words['keep_fp32'] = [*([given] if isinstance(given, str) else given), *keep]
@@ -578,11 +574,3 @@ def _reason(found: Sequence[Tried], best: Tried | None, facts: Mapping[str, Any]
     for name, ratio in (('memory', best.memory_ratio), ('time', best.time)):
         text += '' if ratio is None else f' It takes {ratio:.3g} times the {name} of FP32.'
     return text + (f' Without {", ".join(map(repr, best.keep_fp32))} in FP32, it overflows.' if best.keep_fp32 else '')
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value.__name__ if callable(value) else value

@@ -26,7 +26,7 @@ from ..shards import is_sharded, local, rank
 from .overflow import MOST_CALLS, CallRecord, Diagnosis, LossRecord, StepRecord, diagnose
 from .page import finite
 from .sandbox import Attach
-from .watches import is_bad, outputs_of
+from .watches import is_bad, numbers
 
 #: Reports of one training.
 MOST_REPORTS = 10
@@ -125,7 +125,7 @@ class SkippedSteps(StepObserver):
         self._depth.value = max(getattr(self._depth, 'value', 0) - 1, 0)
         if self._depth.value or not torch.is_grad_enabled() or not self._record.calls:
             return
-        call, outputs = self._record.calls[-1], outputs_of(output)
+        call, outputs = self._record.calls[-1], numbers(output)
         if not any(tensor.requires_grad for tensor in outputs):
             # such as a preprocessor: no gradient comes from it
             self._record.calls.pop()
@@ -194,7 +194,7 @@ def _same_tensors(value: Any) -> Any:
     return {key: _same_tensors(item) for key, item in value.items()} if type(value) is dict else value
 
 
-class TrainingWatch(StepObserver):
+class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
     """Examines the skipped steps of an optimizer, and measures some of its steps; made by :func:`amp_wrapper.amp.monitor`.
 
     The numbers of a step: ``amp_grad_subnormal``, the share of gradient elements other than zero that are below the normal
@@ -232,9 +232,8 @@ class TrainingWatch(StepObserver):
         self.iteration = 0
         self._engine, self._logs, self._reports, self._name = engine, dict(logs), reports, name
         self._interval: int | None = options['interval']
-        self._facts: dict[str, Any] = {}
-        # iteration and facts of the last step: what is told of it comes late
-        self._last: tuple[int, dict[str, Any]] = 0, {}
+        # the iteration of the last step: what is told of it comes late
+        self._last = 0
         self._counts_steps, self._is_due = True, False
         self._latest: dict[str, float] = {}
         self._failed: set[str] = set()
@@ -246,14 +245,9 @@ class TrainingWatch(StepObserver):
             # the flag of the last step is read before this step has its iteration
             engine.observers += [self] if self._skipped is None else [self._skipped, self]
 
-    def begin(self, iteration: int, **facts: Any) -> None:
-        """Say which iteration comes. While gradients are accumulated, the next step that is taken is measured.
-
-        Args:
-            iteration: Counted from 1.
-            **facts: What else belongs to a report.
-        """
-        self.iteration, self._facts, self._counts_steps = iteration, facts, False
+    def begin(self, iteration: int) -> None:
+        """Say which iteration comes, counted from 1. While gradients are accumulated, the next step that is taken is measured."""
+        self.iteration, self._counts_steps = iteration, False
         self._is_due |= self._interval is not None and (iteration == 1 or iteration % self._interval == 0)
 
     def read(self) -> dict[str, float]:
@@ -272,9 +266,6 @@ class TrainingWatch(StepObserver):
         if skipped is not None:
             skipped.close()
 
-    def __enter__(self) -> TrainingWatch:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -284,7 +275,7 @@ class TrainingWatch(StepObserver):
         if self._counts_steps:
             self.begin(self.iteration + 1)
             self._counts_steps = True
-        self._last = self.iteration, self._facts
+        self._last = self.iteration
         if self._is_due:
             found = _measure(engine)
             if not rank():
@@ -304,7 +295,7 @@ class TrainingWatch(StepObserver):
                 except Exception as error:
                     if name not in self._failed:
                         logger.warning(
-                            f'amp: {name} failed at step {iteration} ({one_line(error)}). The training goes on.'
+                            f'amp: {name} failed at step {iteration} ({one_line(error)}); it is called again'
                         )
                     self._failed.add(name)
 
@@ -314,10 +305,8 @@ class TrainingWatch(StepObserver):
         # one report of a cause that is elsewhere is enough
         if self._reports is None or (rank() and found.cause == 'not_reproduced'):
             return ''
-        iteration, more = self._last
-        stem = '_'.join(filter(None, (f'iter_{iteration}', self._name, f'rank{rank()}' if rank() else '')))
-        facts = {'iteration': iteration, **more, 'rank': rank()}
-        page = found.page(**facts, **({'optimizer': self._name} if self._name else {}))
+        stem = '_'.join(filter(None, (f'iter_{self._last}', self._name, f'rank{rank()}' if rank() else '')))
+        page = found.page(iteration=self._last, rank=rank(), optimizer=self._name)
         try:
             return str(page.write(self._reports / 'amp_diagnosis', stem)[0])
         except OSError as error:

@@ -46,11 +46,6 @@ def _enter(function: MapTensor, value: Any) -> Any:
     return value
 
 
-def outputs_of(value: Any) -> list[Tensor]:
-    """Return the floating tensors in what a model gave, in their order."""
-    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
-
-
 def numbers(value: Any) -> list[Tensor]:
     """Return the dense floating and complex tensors in nested containers that have elements, and types torch computes in."""
     dense = [t for t in tensors_of(value) if t.layout is torch.strided and not t.is_nested and t.dtype.itemsize > 1]

@@ -62,7 +62,7 @@ class AmpMonitorHook(Hook):
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Say which iteration comes, so that a resumed run measures the same ones."""
         for watch in self._watches:
-            watch.begin(runner.iter + 1, epoch=runner.epoch + 1)
+            watch.begin(runner.iter + 1)
 
     def after_train(self, runner: Any) -> None:
         """Watch no longer."""
