@@ -161,8 +161,7 @@ def suggest(
     """
     model = task.model
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-        kind = type(model).__name__
-        raise AmpConfigError([f'model={kind} must be a torch.nn.Module with a parameter that requires a gradient.'])
+        raise AmpConfigError([f'model={type(model).__name__} must be a torch.nn.Module with a trainable parameter.'])
     known = {'loss_fn': loss_fn, 'make_optimizer': task.make_optimizer, 'levels': levels}
     options = read_options(_OPTIONS, {**options, **known})
     allowed = LEVELS if levels is None else [levels] if isinstance(levels, str) else list(levels)
@@ -289,11 +288,6 @@ class Tried:
     def is_known(self) -> bool:
         """Whether enough is known to judge: it failed, or one of its steps was timed."""
         return bool(self.seconds or self.reasons)
-
-    @property
-    def suits(self) -> bool:
-        """Whether it may be recommended."""
-        return self.is_known and not self.reasons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,7 +481,11 @@ def choose(found: Sequence[Tried], prefer: str, allowed: Sequence[str]) -> Tried
     """Return the level to take: of those that suit, the one with the least time or memory. Among those within ten per cent of
     it, those with accurate gradients come first, then those without ``keep_fp32``, then the first in :data:`PREFERRED`. O3 is
     taken only where it alone was asked for, and O0 where nothing else suits, or saves a tenth. None where nothing is known."""
-    measured = [(each, each.time if prefer == 'speed' else each.memory_ratio) for each in found if each.suits]
+    measured = [
+        (each, each.time if prefer == 'speed' else each.memory_ratio)
+        for each in found
+        if each.is_known and not each.reasons
+    ]
     fp32 = next((each for each, _ in measured if each.level == 'O0'), None)
     # a few steps say nothing of the end of a training, when updates become too small for 16-bit weights
     others = set(allowed) - ({'O0'} if set(allowed) == {'O3'} else {'O0', 'O3'})
@@ -527,12 +525,10 @@ def keep_what_overflows(training: Training, tried: Tried) -> Tried | None:
 
 
 def _page(found: Sequence[Tried], best: Tried | None, facts: dict[str, Any]) -> LevelSuggestion:
-    level, keep, words = None, (), {}
-    if best is not None and best.policy is not None:
-        level, keep, words = best.level, best.keep_fp32, {'opt_level': best.level, **best.policy.overrides}
+    level, keep = (None, ()) if best is None else (best.level, best.keep_fp32)
+    words: dict[str, Any] = {'opt_level': level, **(best.policy.overrides if best is not None and best.policy else {})}
     if keep:
-        given = words.get('keep_fp32') or ()
-        words['keep_fp32'] = [*([given] if isinstance(given, str) else given), *keep]
+        words['keep_fp32'] = [*words.get('keep_fp32', ()), *keep]
     settings = ', '.join(f'{name}={value!r}' for name, value in words.items())
     config = f"optim_wrapper = dict(type='amp_wrapper.AmpOptimWrapper', {settings})" if level else '# no level'
     script = f'model, optimizer = amp.initialize(model, optimizer, {settings})' if level else '# no level'
@@ -545,7 +541,7 @@ def _page(found: Sequence[Tried], best: Tried | None, facts: dict[str, Any]) -> 
         error, skips = None if each.error is None else percent(each.error), each.skips if each.is_known else None
         rows.append([name, each.time, each.memory_ratio, skips, each.loss_scale, error, verdict])
         entry = {key: value for key, value in vars(each).items() if key not in ('policy', 'gradients', 'overflow')}
-        entries.append({**entry, 'tried': each.is_known, 'suits': each.suits, 'recommended': each is best})
+        entries.append({**entry, 'tried': each.is_known, 'recommended': each is best})
     head = ['level', 'time', 'memory', 'skipped', 'loss scale', 'gradients', 'verdict']
     note = 'Time and memory are ratios to FP32 (O0). Gradients: their relative error at the first weights, over the modules.'
     marks = {row: 'good' for row, each in enumerate(found) if each is best}

@@ -246,7 +246,7 @@ class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
             engine.observers += [self] if self._skipped is None else [self._skipped, self]
 
     def begin(self, iteration: int) -> None:
-        """Say which iteration comes, counted from 1. While gradients are accumulated, the next step that is taken is measured."""
+        """Say which iteration comes, from 1 on. While gradients are accumulated, the next step that is taken is measured."""
         self.iteration, self._counts_steps = iteration, False
         self._is_due |= self._interval is not None and (iteration == 1 or iteration % self._interval == 0)
 
