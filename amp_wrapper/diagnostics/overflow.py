@@ -364,10 +364,8 @@ class _Examination:
         """Run the step again, and say what it shows."""
         step = self.step
         if not step.calls:
-            what = 'no call of the whole model was seen that gives a tensor with a gradient. It is called part by part, it '
-            return _not_replayed(
-                f'{what}gives an object of a class of its own, or torch.compile hides it: train without it.'
-            )
+            what = 'no call of the whole model that gives tensors with gradients was seen: it is called part by part, gives an '
+            return _not_replayed(f'{what}object of its own class, or torch.compile hides it (train without it).')
         if not all(call.current_versions() == call.versions for call in step.calls):
             return _not_replayed('its inputs were written to, by the model itself or after its forward pass.')
         again = self._run(traced=True)
@@ -384,9 +382,7 @@ class _Examination:
         elif any(call.has_bad_gradients for call in step.calls) or (bad_values and not are_losses):
             found = self._of_loss()
         elif again.bad_sums:
-            text = (
-                f'Gradients of several backward passes are finite, and their sum in {dtype_name(self._type())} is not'
-            )
+            text = f'Gradients of backward passes are finite, and their sum in {dtype_name(self._type())} is not'
             found = self._at('gradient_range', f'{text}: {some(again.bad_sums)}.', again.bad_sums[0].rpartition('.')[0])
             found.phase, found.parameters = BACKWARD, again.bad_sums
             found.remedies = [Remedy('accumulate_in_fp32', 'accumulate_in_fp32=True', None)]
@@ -430,9 +426,7 @@ class _Examination:
         bad = next((loss for loss in self.step.losses if is_bad(loss.value)), None)
         if bad is not None:
             made_by = f' (of {bad.made_by})' if bad.made_by else ''
-            what = (
-                f'are finite, and a loss, which is computed outside of the model, is {float(bad.value.sum())}{made_by}.'
-            )
+            what = f'are finite, and a loss that is computed outside of it is {float(bad.value.sum())}{made_by}.'
             return Diagnosis('loss', f'The outputs of the model {what} {_LOSS_ADVICE}', phase=FORWARD, op=bad.made_by)
         text = 'The outputs of the model and the loss are finite, and the gradient of the loss, which is computed outside of'
         given = [each for call in self.step.calls for each in call.gradients.values()]

@@ -124,9 +124,7 @@ def report(
     if not isinstance(model, nn.Module):
         raise AmpUsageError(f'model={type(model).__name__} must be a torch.nn.Module.')
     if isinstance(example, Iterator):
-        raise AmpUsageError(
-            f'example={type(example).__name__} can be read once: give a batch, such as next(iter(loader)).'
-        )
+        raise AmpUsageError(f'example={type(example).__name__} can be read once: give a batch, next(iter(loader)) say.')
     read_options({'loss_fn': dataclasses.replace(LOSS_FN, allowed=(None, callable))}, {'loss_fn': loss_fn})
 
     def run(copied: nn.Module) -> Any:

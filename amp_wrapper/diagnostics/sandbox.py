@@ -151,9 +151,7 @@ def sandbox(
 
         def refuse(module: nn.Module, args: Any) -> None:
             if id(module) in originals:
-                raise AmpUsageError(
-                    'the original was called, and not its copy: loss_fn has to call the model that it is given.'
-                )
+                raise AmpUsageError('the original was called: loss_fn has to call the model that it is given, a copy.')
 
         hook = register_module_forward_pre_hook(refuse)
         try:

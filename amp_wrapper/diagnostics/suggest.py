@@ -161,7 +161,7 @@ def suggest(
     """
     model = task.model
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-        raise AmpConfigError([f'model={type(model).__name__} must be a torch.nn.Module with a trainable parameter.'])
+        raise AmpConfigError([f'model={type(model).__name__} must be a module with a trainable parameter.'])
     known = {'loss_fn': loss_fn, 'make_optimizer': task.make_optimizer, 'levels': levels}
     options = read_options(_OPTIONS, {**options, **known})
     allowed = LEVELS if levels is None else [levels] if isinstance(levels, str) else list(levels)
@@ -355,10 +355,7 @@ class Training:
         tried.loss_scale = None if scaler.is_one else done.scale
         tried.gradients = {name: g.detach().to_dense().float() / done.scale for name, g in done.gradients.items()}
         if not tried.gradients:
-            text = 'the loss of loss_fn gives the model no gradient'
-            raise AmpUsageError(
-                f'{text}: it has to call the model that it is given, and to return the loss with its graph.'
-            )
+            raise AmpUsageError('the loss of loss_fn gives the model no gradient: it has to call the model that it is given.')
         box.model.train()
         return is_finite
 

@@ -87,9 +87,8 @@ class SkippedSteps(StepObserver):
         self._read_flag(engine, wait=False)
         scale = engine.scales.pinned(loss_id)
         made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
-        self._record.losses.append(
-            LossRecord(loss_id, loss.detach(), None if scale is None else scale.clone(), made_by)
-        )
+        scale = None if scale is None else scale.clone()
+        self._record.losses.append(LossRecord(loss_id, loss.detach(), scale, made_by))
 
     def before_step(self, engine: Engine) -> None:
         """Read how the last step went: weights are still those of that step, so it can be run again now at the latest."""
@@ -294,9 +293,7 @@ class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
                     log(iteration, dict(self._latest))
                 except Exception as error:
                     if name not in self._failed:
-                        logger.warning(
-                            f'amp: {name} failed at step {iteration} ({one_line(error)}); it is called again'
-                        )
+                        logger.warning(f'amp: {name} failed at step {iteration} ({one_line(error)}), and goes on')
                     self._failed.add(name)
 
     def _publish(self, found: Diagnosis) -> str:

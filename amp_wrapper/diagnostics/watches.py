@@ -222,9 +222,8 @@ def range_of(tensor: Tensor) -> Range:
     """Return the range of a tensor of :func:`numbers`. Syncs."""
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     low, high = map(float, torch.aminmax(tensor))
-    return Range(
-        NAN if high != high else INFINITE if high == math.inf else MASK if low == -math.inf else FINITE, low, high
-    )
+    kind = NAN if high != high else INFINITE if high == math.inf else MASK if low == -math.inf else FINITE
+    return Range(kind, low, high)
 
 
 @dataclasses.dataclass(eq=False)
