@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -238,6 +238,7 @@ class Diagnosis:
         values: The value of each loss.
         remedies: What was tried.
         outputs: The largest numbers that modules gave in the forward pass, in the order in which they ended.
+        samples: What the samples of the batch are called, where the batch says it.
     """
 
     cause: str
@@ -253,6 +254,7 @@ class Diagnosis:
     values: list[float] = dataclasses.field(default_factory=list)
     remedies: list[Remedy] = dataclasses.field(default_factory=list)
     outputs: list[Maximum] = dataclasses.field(default_factory=list)
+    samples: list[str] = dataclasses.field(default_factory=list)
 
     def page(self, **facts: Any) -> Page:
         """Return all of it as a page.
@@ -273,7 +275,11 @@ class Diagnosis:
         ]
         losses = ', '.join(f'{value:g} (scale {scale:g})' for value, scale in zip(self.values, self.scales))
         known = {'cause': self.cause, 'line': self.source, 'level': self.level, 'losses': losses}
-        known |= {'parameters': some(self.parameters, 64), **{key: str(fact) for key, fact in facts.items()}}
+        known |= {
+            'parameters': some(self.parameters, 64),
+            'samples': some(self.samples, 64),
+            **{key: str(fact) for key, fact in facts.items()},
+        }
         return Page(f'Skipped step {facts.get("iteration", "")}'.strip(), self.text, known, tables, [], data)
 
 
@@ -296,9 +302,21 @@ def diagnose(step: StepRecord, model: nn.Module, engine: Engine, attach: Attach)
     found.level = engine.policy.describe()
     found.scales = [1.0 if loss.scale is None else float(loss.scale) for loss in step.losses]
     found.values = [float(loss.value.detach().float().sum()) for loss in step.losses]
+    found.samples = [name for call in used.calls for name in _names(call.given)]
     if not found.losses and not found.cause.startswith('not_'):
         found.losses = sorted({loss.loss_id for loss in step.losses})
     return found
+
+
+def _names(value: Any, depth: int = 6) -> Iterator[str]:
+    """Yield the texts of a batch, in dicts and in ``metainfo`` of objects, that are called like a path, a name or an id."""
+    parts = getattr(value, 'metainfo', value)
+    items = parts.items() if isinstance(parts, dict) else enumerate(parts) if isinstance(parts, (list, tuple)) else ()
+    for key, item in items:
+        if isinstance(item, str) and str(key).endswith(('path', 'name', 'id')):
+            yield item
+        elif depth:
+            yield from _names(item, depth - 1)
 
 
 def _helps(remedies: list[Remedy]) -> list[str]:

@@ -198,6 +198,7 @@ def suggest(
         'batches': len(taken),
         'compiled': is_compiled(model),
         'interrupted': is_interrupted,
+        'overrides': dict(overrides),
         'not_tried': [each.level for each in found if each.level in allowed and not each.is_known],
     }
     is_early = is_interrupted and len(found) > 1 and not any(each.is_known for each in found[1:])
@@ -355,7 +356,9 @@ class Training:
         tried.loss_scale = None if scaler.is_one else done.scale
         tried.gradients = {name: g.detach().to_dense().float() / done.scale for name, g in done.gradients.items()}
         if not tried.gradients:
-            raise AmpUsageError('the loss of loss_fn gives the model no gradient: it has to call the model that it is given.')
+            raise AmpUsageError(
+                'the loss of loss_fn gives the model no gradient: it has to call the model that it is given.'
+            )
         box.model.train()
         return is_finite
 
@@ -525,7 +528,8 @@ def _page(found: Sequence[Tried], best: Tried | None, facts: dict[str, Any]) -> 
     level, keep = (None, ()) if best is None else (best.level, best.keep_fp32)
     words: dict[str, Any] = {'opt_level': level, **(best.policy.overrides if best is not None and best.policy else {})}
     if keep:
-        words['keep_fp32'] = [*words.get('keep_fp32', ()), *keep]
+        given = words.get('keep_fp32', ())
+        words['keep_fp32'] = [*([given] if isinstance(given, str) else given), *keep]
     settings = ', '.join(f'{name}={value!r}' for name, value in words.items())
     config = f"optim_wrapper = dict(type='amp_wrapper.AmpOptimWrapper', {settings})" if level else '# no level'
     script = f'model, optimizer = amp.initialize(model, optimizer, {settings})' if level else '# no level'

@@ -69,6 +69,7 @@ def storage_key(tensor: Tensor) -> int:
 
 def is_bad(tensor: Tensor) -> bool:
     """Return whether a tensor has infinities or NaN. Syncs."""
+    tensor = tensor.detach()
     return not bool((tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all())
 
 
@@ -221,7 +222,8 @@ class Range(NamedTuple):
 def range_of(tensor: Tensor) -> Range:
     """Return the range of a tensor of :func:`numbers`. Syncs."""
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    low, high = map(float, torch.aminmax(tensor))
+    # no negative zeros
+    low, high = (float(each) + 0.0 for each in torch.aminmax(tensor))
     kind = NAN if high != high else INFINITE if high == math.inf else MASK if low == -math.inf else FINITE
     return Range(kind, low, high)
 
