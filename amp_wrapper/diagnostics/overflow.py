@@ -275,11 +275,8 @@ class Diagnosis:
         ]
         losses = ', '.join(f'{value:g} (scale {scale:g})' for value, scale in zip(self.values, self.scales))
         known = {'cause': self.cause, 'line': self.source, 'level': self.level, 'losses': losses}
-        known |= {
-            'parameters': some(self.parameters, 64),
-            'samples': some(self.samples, 64),
-            **{key: str(fact) for key, fact in facts.items()},
-        }
+        known |= {'parameters': some(self.parameters, 64), 'samples': some(self.samples, 64)}
+        known |= {key: str(fact) for key, fact in facts.items()}
         return Page(f'Skipped step {facts.get("iteration", "")}'.strip(), self.text, known, tables, [], data)
 
 

@@ -188,9 +188,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if 'c10d' in func.namespace:
-            raise CannotCopyError(
-                f'the model calls {func} without asking whether there are other ranks, so one rank cannot run it again alone.'
-            )
+            raise CannotCopyError(f'the model calls {func}, and does not ask whether there are other ranks.')
         return func(*args, **(kwargs or {}))
 
 

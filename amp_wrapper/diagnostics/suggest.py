@@ -356,9 +356,7 @@ class Training:
         tried.loss_scale = None if scaler.is_one else done.scale
         tried.gradients = {name: g.detach().to_dense().float() / done.scale for name, g in done.gradients.items()}
         if not tried.gradients:
-            raise AmpUsageError(
-                'the loss of loss_fn gives the model no gradient: it has to call the model that it is given.'
-            )
+            raise AmpUsageError('the loss of loss_fn gives the model no gradient: it has to call the model given.')
         box.model.train()
         return is_finite
 
@@ -481,11 +479,8 @@ def choose(found: Sequence[Tried], prefer: str, allowed: Sequence[str]) -> Tried
     """Return the level to take: of those that suit, the one with the least time or memory. Among those within ten per cent of
     it, those with accurate gradients come first, then those without ``keep_fp32``, then the first in :data:`PREFERRED`. O3 is
     taken only where it alone was asked for, and O0 where nothing else suits, or saves a tenth. None where nothing is known."""
-    measured = [
-        (each, each.time if prefer == 'speed' else each.memory_ratio)
-        for each in found
-        if each.is_known and not each.reasons
-    ]
+    suited = [each for each in found if each.is_known and not each.reasons]
+    measured = [(each, each.time if prefer == 'speed' else each.memory_ratio) for each in suited]
     fp32 = next((each for each, _ in measured if each.level == 'O0'), None)
     # a few steps say nothing of the end of a training, when updates become too small for 16-bit weights
     others = set(allowed) - ({'O0'} if set(allowed) == {'O3'} else {'O0', 'O3'})

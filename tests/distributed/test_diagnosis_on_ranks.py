@@ -113,8 +113,9 @@ def test_numbers_of_sharded_models_are_those_of_the_whole(here: Here, level: str
             largest = max(float(each.full_tensor().abs().max()) for each in gradients) * training.scale
             training.step()
         numbers = watch.read()
-    (found,) = watch.diagnoses
-    assert found.cause == 'not_replayed' and 'the model is sharded' in found.text
+    told = [each.text for each in watch.diagnoses]
+    # the rank without the fault has a finite loss, and a scale that may fall
+    assert len(told) == (here.rank == 1 or level == 'O5') and all('the model is sharded' in text for text in told)
     if here.rank == 1:
         assert numbers == {}
     else:
