@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..casting import fp32_values
-from ..casting.modules import class_name
-from ..checkpoint import random_state
 from ..engine import Engine
 from ..errors import AmpError, one_line, some
 from ..policy import Policy, dtype_name
 from ..policy.levels import IN_BFLOAT16, LEVEL_TABLE
-from ..policy.nested import HALF_TYPES, cast_tensors
+from ..policy.nested import HALF_TYPES
 from ..shards import local
 from .page import Page, Table
-from .sandbox import Attach, Pass, Sandbox, copied_batch, own_functions, run_step, sandbox
-from .watches import BACKWARD, FORWARD, NAN, BadOp, FirstBad, Maximum, is_bad, numbers, tensors_of
+from .replay import MOST_CALLS, Remedy, Replay, StepRecord, run_call
+from .sandbox import Attach, own_functions, sandbox
+from .watches import BACKWARD, FORWARD, NAN, BadOp, Maximum, called, is_bad
 
-#: Forward calls of one step that are kept, the last ones.
-MOST_CALLS = 32
 #: What to say of an op of each cause.
 _ADVICE = {
     'forward_range': 'In FP32 the forward pass is finite.',
@@ -44,173 +41,6 @@ _NOT_REPRODUCED = (
     'gradients that are not finite do not come through the outputs of the model: a term of the loss on weights, a penalty on '
     'gradients, a hook that changes them; or a function that is a forward hook changes outputs, which no copy runs.'
 )
-
-
-# -- a step, as it was recorded ----------------------------------------------------------------------------------------
-
-
-class LossRecord(NamedTuple):
-    """One loss that was scaled: its value without its graph, a copy of its scale (None for 1), what computed it."""
-
-    loss_id: int
-    value: Tensor
-    scale: Tensor | None
-    made_by: str
-
-
-@dataclasses.dataclass
-class CallRecord:
-    """One forward call of a model, from outside of any other.
-
-    Attributes:
-        name: Of the model, where there are several; else ''.
-        given: Its ``args`` and ``kwargs`` as they came, before any cast.
-        states: Of the random generators before the call.
-        surrounds: Whether the engine surrounded it, as mmengine's wrapper does.
-        gradients: The scaled gradient of each floating tensor of the outputs, by its place among them; a sum where several
-            losses gave one.
-        losses: The places of these losses in the step.
-        versions: Version counters of the tensors among the arguments.
-    """
-
-    name: str
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    states: dict[str, Any]
-    surrounds: bool
-    gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    losses: set[int] = dataclasses.field(default_factory=set)
-    versions: list[int] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self.current_versions()
-
-    def current_versions(self) -> list[int]:
-        """Return the version counters as they are now."""
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors_of(self.given)]
-
-    @property
-    def has_bad_gradients(self) -> bool:
-        """Whether a gradient that came back is not finite. Syncs."""
-        return any(map(is_bad, self.gradients.values()))
-
-
-@dataclasses.dataclass
-class StepRecord:
-    """The forward calls and losses since the last step.
-
-    Attributes:
-        calls: In their order.
-        losses: In the order of their backward passes.
-        dropped: Forward calls before the last :data:`MOST_CALLS`.
-    """
-
-    calls: list[CallRecord] = dataclasses.field(default_factory=list)
-    losses: list[LossRecord] = dataclasses.field(default_factory=list)
-    dropped: int = 0
-
-    @property
-    def scale(self) -> float:
-        """The largest loss scale. Syncs."""
-        return max((float(loss.scale) for loss in self.losses if loss.scale is not None), default=1.0)
-
-    def clear(self) -> None:
-        """Let go of all tensors. Hooks in the graph of a loss that somebody keeps still hold the calls."""
-        for call in self.calls:
-            call.given, call.gradients = ((), {}), {}
-        self.calls.clear()
-        self.losses.clear()
-
-
-# -- the step again ----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Replay:
-    """What one replay of a step has shown.
-
-    Attributes:
-        refused: Why there is none; '' where it ran.
-        wrong: The calls whose outputs, or gradients of parameters, were not finite.
-        gradients_known: Whether the backward passes ran with the gradients that the losses gave.
-        sums: Of each parameter the sum of its gradients; ``parameters`` are those that are not finite in one pass.
-        first: Where that begins, and ``call`` the call in which it does; None where nothing was traced.
-        outputs: The largest numbers that modules gave in this call, in the order in which they ended.
-    """
-
-    refused: str = ''
-    wrong: list[CallRecord] = dataclasses.field(default_factory=list)
-    gradients_known: bool = True
-    parameters: list[str] = dataclasses.field(default_factory=list)
-    sums: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    first: BadOp | None = None
-    call: CallRecord | None = None
-    outputs: list[Maximum] = dataclasses.field(default_factory=list)
-
-    @property
-    def bad_sums(self) -> list[str]:
-        """The parameters whose gradients are finite in each pass, and not in their sum."""
-        return [] if self.wrong else [name for name, total in self.sums.items() if is_bad(total)]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all that ran was finite."""
-        return not (self.refused or self.wrong or self.bad_sums)
-
-
-@dataclasses.dataclass(frozen=True)
-class Remedy:
-    """One setting, and what became of the step with it.
-
-    Attributes:
-        kind: 'keep_fp32', 'bfloat16', 'loss_scale', 'accumulate_in_fp32' or 'fp32'.
-        setting: As it is written in a configuration.
-        finite: Whether the step was finite with it; None where it could not be tried.
-        forward_only: Whether the forward pass alone could be tried, since the loss is computed outside of the model.
-    """
-
-    kind: str
-    setting: str
-    finite: bool | None
-    forward_only: bool = False
-
-
-def _run_call(box: Sandbox, call: CallRecord, factor: float, traced: bool, found: Replay) -> None:
-    """Run one call with its backward passes, and note what it has shown."""
-    # one model may be given what another one gave at its level
-    half = box.engine.policy.half_type or torch.float32
-    args, kwargs = cast_tensors(copied_batch(call.given, cuts=True), half, HALF_TYPES)
-    bad: list[Tensor] = []
-
-    def run(copied: nn.Module) -> Pass:
-        random_state.restore(call.states)
-        outputs = numbers(copied.get_submodule(call.name)(*args, **kwargs))
-        bad.extend(filter(is_bad, outputs))
-        pairs = [] if bad or call.has_bad_gradients else _pairs(call.gradients, outputs, factor)
-        found.gradients_known &= bool(pairs) and len(pairs) == len(call.gradients)
-        return pairs
-
-    trace = FirstBad(box.model, tensors_of((args, kwargs))) if traced else None
-    step = run_step(box, run, [] if trace is None else [trace], surrounds=call.surrounds, updates=False)
-    wrong = {name: gradient for name, gradient in step.gradients.items() if is_bad(gradient)}
-    found.parameters += [name for name in wrong if name not in found.parameters]
-    for name, gradient in step.gradients.items():
-        found.sums[name] = gradient if name not in found.sums else found.sums[name] + gradient
-    if bad or wrong:
-        found.wrong.append(call)
-    if trace is not None:
-        # the copy is thrown away, but it may hold it
-        trace.modules.remove()
-        # what is wrong in one call goes on to the inputs of later ones, and to the gradients of earlier ones
-        if (bad or wrong) and (found.first is None or found.first.phase == BACKWARD):
-            found.first, found.call = trace.begin([*bad, *wrong.values()]), call
-            found.outputs = [each for each in trace.modules.take() if not each.is_input]
-
-
-def _pairs(gradients: dict[int, Tensor], outputs: Sequence[Tensor], factor: float) -> Pass:
-    known = [(outputs[place], each) for place, each in gradients.items() if place < len(outputs)]
-    fit = [(tensor, each) for tensor, each in known if tensor.requires_grad and tensor.shape == each.shape]
-    # a product in 16 bits may overflow
-    return [(tensor, (each.double() * factor).to(tensor.dtype)) for tensor, each in fit]
 
 
 # -- what it shows -----------------------------------------------------------------------------------------------------
@@ -344,7 +174,7 @@ class _Examination:
     attach: Attach
 
     def of_state(self) -> Diagnosis | None:
-        """Look at weights and optimizer state; None where they are finite, and in range."""
+        """Look at the weights; None where they are finite, and in range."""
         stepped = set(map(id, self.engine.weights()))
         parameters = self.model.named_parameters()
         named = {name: p for name, p in parameters if p.requires_grad and id(p) in stepped}
@@ -352,11 +182,9 @@ class _Examination:
         names = bad or [name for name, weight in named.items() if is_bad(local([weight.detach()])[0])]
         if not names:
             return None
-        if state := self._bad_state() if bad else []:
-            why = f'the state of the optimizer is not finite ({some(state)})'
-        elif bad:
-            why = 'other code wrote to them, gradients were changed after the check, or a step was too large, by its learning '
-            why += 'rate or an eps that is zero in the type of 16-bit weights, since steps like this one are skipped'
+        if bad:
+            why = 'other code wrote to them, gradients were changed after the check, the state of the optimizer is not finite, '
+            why += 'or a step was too large, by its learning rate or an eps that is zero in 16 bits'
         else:
             most = max(float(_fp32(named[name]).abs().max()) for name in names)
             end = torch.finfo(self._type()).max
@@ -364,16 +192,6 @@ class _Examination:
         found = self._at('weight', f'Weights are not finite: {some(names)}: {why}.', names[0].rpartition('.')[0])
         found.parameters, found.remedies = names, [] if bad else self._try(found.module)
         return found
-
-    def _bad_state(self) -> list[str]:
-        """Name what of the optimizer's state is not finite: 'weight: exp_avg'."""
-        states: Any = {} if self.engine.optimizer is None else self.engine.optimizer.state
-        return [
-            f'{self.engine.name(cast(nn.Parameter, parameter))}: {key}'
-            for parameter, values in states.items()
-            for key, value in (values.items() if isinstance(values, dict) else ())
-            if isinstance(value, Tensor) and value.is_floating_point() and is_bad(local([value])[0])
-        ]
 
     def of_replay(self) -> Diagnosis:
         """Run the step again, and say what it shows."""
@@ -386,15 +204,12 @@ class _Examination:
         again = self._run(traced=True)
         if again.refused:
             return _not_replayed(again.refused)
-        bad_values = any(is_bad(loss.value) for loss in step.losses)
-        # the gradients of outputs that are losses are single numbers
-        are_losses = all(each.numel() == 1 for call in step.calls for each in call.gradients.values())
         if again.first is not None and again.call is not None:
             one = dataclasses.replace(step, calls=[again.call])
             found = dataclasses.replace(self, step=one)._of_place(again.first)
         elif step.dropped:
             return _not_replayed(f'of its forward calls the last {MOST_CALLS} are kept, and these are finite.')
-        elif any(call.has_bad_gradients for call in step.calls) or (bad_values and not are_losses):
+        elif any(call.has_bad_gradients for call in step.calls):
             found = self._of_loss()
         elif again.bad_sums:
             text = f'Gradients of backward passes are finite, and their sum in {dtype_name(self._type())} is not'
@@ -413,8 +228,8 @@ class _Examination:
         """Say what an op has done, and whether it does so without the loss scale, and in FP32."""
         if place.origin == 'input':
             name = self.step.calls[0].name
-            text = f'What {self._called(name)} was given is not finite: {place.op} has {place.counts[0]:,} infinities or NaN'
-            return self._at('input', f'{text} among {place.counts[1]:,} elements.', name, place)
+            what = '{} has {:,} infinities or NaN among {:,} elements'.format(place.op, *place.counts)
+            return self._at('input', f'What {name or "the model"} was given is not finite: {what}.', name, place)
         if place.origin == 'weight':
             found = self._at('weight', f'{place.op} is not finite.', place.op.rpartition('.')[0], place)
             found.parameters = [place.op]
@@ -454,16 +269,13 @@ class _Examination:
         words: dict[str, Any] = {} if place is None else {'phase': place.phase, 'op': place.op, 'source': place.source}
         return Diagnosis(cause, text, module, **words)
 
-    def _called(self, module: str) -> str:
-        return f'{module} ({class_name(self.model.get_submodule(module))})' if module else 'the model'
-
     def _begins(self, place: BadOp) -> str:
         """Say where it begins, and with which numbers."""
         kind, what = ('NaN', 'NaN') if place.kind == NAN else ('Infinity', 'infinite')
         phase = 'forward pass' if place.phase == FORWARD else f'backward pass ({place.node or "a sum of gradients"})'
         came = '' if place.given is None else ' from finite numbers between {:.3g} and {:.3g}'.format(*place.given)
         line = f' The line is {place.source}.' if place.source else ''
-        who = self._called(place.module) + ' itself' * (not place.module)
+        who = called(self.model, place.module)
         counts = '{:,} of {:,} elements'.format(*place.counts)
         begin = f'{kind} in {dtype_name(place.dtype)} in the {phase} of {who}'
         return f'{begin}: {place.op} made {counts} {what}{came}.{line}'
@@ -507,7 +319,7 @@ class _Examination:
         try:
             with sandbox(self.model, policy or self.engine.policy, attach=self.attach) as box:
                 for call in self.step.calls:
-                    _run_call(box, call, factor, traced, found)
+                    run_call(box, call, factor, traced, found)
         except Exception as error:
             # whatever a copy of a model does, the training goes on
             is_ours = isinstance(error, AmpError)

@@ -23,7 +23,7 @@ from ..policy.fp32_registry import FP32_OPS
 from ..torch_internals import TorchDispatchMode, graph_task_id
 from . import watches
 from .page import Page, Table
-from .sandbox import LOSS_FN, Pass, Task, check_loss, copied_batch, read_options, run_step, sandbox
+from .sandbox import LOSS_FN, Pass, Task, check_loss, read_options, run_step, sandbox
 
 #: What is called outside of the model: a loss function.
 OUTSIDE = '(outside the model)'
@@ -128,7 +128,7 @@ def report(
     read_options({'loss_fn': dataclasses.replace(LOSS_FN, allowed=(None, callable))}, {'loss_fn': loss_fn})
 
     def run(copied: nn.Module) -> Any:
-        given = copied_batch(example)
+        given = watches.copied_batch(example)
         if loss_fn is not None:
             return check_loss(loss_fn(copied, given))
         if isinstance(given, tuple) and not hasattr(given, '_fields'):

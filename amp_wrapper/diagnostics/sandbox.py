@@ -27,7 +27,6 @@ from ..engine import Engine, attach_together, backward, before_forward, forward_
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import Policy
-from ..policy.nested import map_tensors
 from ..policy.options import Option
 from ..shards import any_sharded
 from ..torch_internals import TorchDispatchMode
@@ -224,28 +223,10 @@ def alone() -> Iterator[None]:
         yield
 
 
-def copied_batch(value: Any, cuts: bool = False) -> Any:
-    """Copy what a model is given, with its tensors: models may write to it. What Python cannot copy is the same object.
-
-    Args:
-        value: A batch, or arguments.
-        cuts: Whether tensors with a graph alone take gradients in the copy: leaves are weights.
-    """
-    memo: dict[int, Any] = {}
-    for each in tensors_of(value):
-        memo[id(each)] = each.detach().clone().requires_grad_(each.requires_grad and not (cuts and each.is_leaf))
-    try:
-        return copy.deepcopy(value, dict(memo))
-    except Exception:
-        return map_tensors(lambda tensor: memo.get(id(tensor), tensor), value)
-
-
 # -- a step of a copy --------------------------------------------------------------------------------------------------
 
 #: What a backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
 Pass = Sequence[tuple[Tensor, Tensor | None]]
-
-
 #: What several tools take.
 LOSS_FN = Option(None, (callable,), 'a function from the model and a batch to the loss')
 
@@ -317,12 +298,12 @@ def run_step(
         run: Runs the forward pass of the copy, and returns what the backward pass begins with; nothing for none.
         watches: Entered around the forward and backward passes.
         surrounds: Whether the engine surrounds ``run``, as mmengine's wrapper does; with ``amp.initialize``, the model does it.
-        updates: Whether the optimizer steps; gradients are not kept then.
-        clip: How gradients are clipped before that.
+        updates: Whether the optimizer steps, after clipping by ``clip``; gradients are not kept then.
         counts: Whether to count memory, which takes time.
     """
     found, engine, device = Step(), box.engine, module_device(box.model)
-    if device.type == 'cuda':
+    is_gpu = device.type == 'cuda'
+    if is_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
@@ -339,11 +320,10 @@ def run_step(
             _backward(box, begin, found, not updates)
     if updates and begin and engine.optimizer is not None:
         found.skipped = take_step(engine, clip).was_skipped()
-    if device.type == 'cuda':
+    if is_gpu:
         torch.cuda.synchronize(device)
     found.seconds = time.perf_counter() - began
     if counts:
-        is_gpu = device.type == 'cuda'
         found.memory = torch.cuda.max_memory_allocated(device) if is_gpu else held_bytes(box.model, engine) + sum(saved)
     if engine.optimizer is not None:
         engine.zero_grad()
@@ -385,12 +365,9 @@ def check_loss(loss: Any) -> Tensor:
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
-    """Count what a forward pass keeps for the backward pass. Memory that is kept twice counts once.
+    """Count what a forward pass of a model keeps for the backward pass. Memory that is kept twice counts once.
 
     Weights and buffers of the model do not count: they are there anyway. Casts of weights that autocast makes do.
-
-    Args:
-        model: Whose forward pass it is.
 
     Yields:
         The bytes of each piece of memory that was kept so far.

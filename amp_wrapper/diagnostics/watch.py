@@ -23,8 +23,9 @@ from ..errors import logger, one_line
 from ..policy.nested import HALF_TYPES
 from ..policy.options import Option, is_count
 from ..shards import is_sharded, local, rank
-from .overflow import MOST_CALLS, CallRecord, Diagnosis, LossRecord, StepRecord, diagnose
+from .overflow import Diagnosis, diagnose
 from .page import finite
+from .replay import MOST_CALLS, CallRecord, LossRecord, StepRecord
 from .sandbox import Attach
 from .watches import is_bad, numbers
 

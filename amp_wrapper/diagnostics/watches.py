@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import linecache
 import math
@@ -44,6 +45,27 @@ def _enter(function: MapTensor, value: Any) -> Any:
     for _, item in value.all_items() if hasattr(type(value), 'all_items') else ():
         map_tensors(function, item, _enter)
     return value
+
+
+def copied_batch(value: Any, cuts: bool = False) -> Any:
+    """Copy what a model is given, with its tensors: models may write to it. What Python cannot copy is the same object.
+
+    Args:
+        value: A batch, or arguments.
+        cuts: Whether tensors with a graph alone take gradients in the copy: leaves are weights.
+    """
+    memo: dict[int, Any] = {}
+    for each in tensors_of(value):
+        memo[id(each)] = each.detach().clone().requires_grad_(each.requires_grad and not (cuts and each.is_leaf))
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        return map_tensors(lambda tensor: memo.get(id(tensor), tensor), value)
+
+
+def called(model: nn.Module, name: str) -> str:
+    """Return the name of a module with its class, ``'blocks.1 (Attention)'``; ``'the model itself'`` for that."""
+    return f'{name} ({class_name(model.get_submodule(name))})' if name else 'the model itself'
 
 
 def numbers(value: Any) -> list[Tensor]:

@@ -13,8 +13,9 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from torch import nn
 
-from ..diagnostics.sandbox import Attach, copied_batch, read_options
+from ..diagnostics.sandbox import Attach, read_options
 from ..diagnostics.watch import OPTIONS, TrainingWatch
+from ..diagnostics.watches import copied_batch
 from ..engine import Engine
 from ..registry import HOOKS
 from . import attaching

@@ -129,7 +129,7 @@ def test_weight_and_optimizer_state_that_are_nan(level: str) -> None:
     (found,) = examine(model, level, batches(3), optimizer=adam, before=nan_in_state)
     name = list(dict(model.named_parameters()))[3]
     assert found.cause == 'weight' and found.parameters == [name]
-    assert f'{name}: exp_avg' in found.text
+    assert 'the state of the optimizer is not finite' in found.text
     (found,) = examine(Deep(), level, batches(1), before=nan_in_weight)
     assert (found.cause, found.module, found.parameters) == ('weight', 'blocks.1.fc2', ['blocks.1.fc2.weight'])
 

@@ -193,8 +193,8 @@ TINY_RATE = {'make_optimizer': lambda model: FusedSGD(model.parameters(), lr=1e-
 LARGE_RATE = {'make_optimizer': lambda model: FusedAdamW(model.parameters(), lr=0.05)}
 ADAMW = {'make_optimizer': lambda model: torch.optim.AdamW(model.parameters())}
 FORMER: dict[str, Any] = {'shape': (6, 8)}
-VANISHING = {'O3': "100 % of the gradient of 'aux' (Linear) becomes zero"}
-NOT_IN_ATTENTION = {'O2': "forward pass, in 'blocks.1.attn' (Attention)"}
+VANISHING = {'O3': '100 % of the gradient of aux (Linear) becomes zero'}
+NOT_IN_ATTENTION = {'O2': 'forward pass, in blocks.1.attn (Attention)'}
 KNOWN = {
     'overflow in float16': answer(OverflowingFormer, 'O0 O2 O5', 'O5', '', NOT_IN_ATTENTION, **FORMER),
     'no bfloat16': answer(OverflowingFormer, 'O0 O1 O2', 'O2', 'blocks.1.attn', {'O1': 'forward pass'}, **FORMER),
@@ -209,7 +209,7 @@ KNOWN = {
     'weights of the model itself': answer(Positions, 'O2 O5', 'O5', '', {'O2': 'use bfloat16'}, **ADAMW),
     'loss of gradients': answer(lambda: nn.Linear(8, 4), 'O5', 'O5', loss_fn=gradient_penalty),
     'loss that is another one in 16 bits': answer(lambda: Plain(less_in_16_bits), 'O0 O2', 'O0', '', {'O2': 'FP32'}),
-    'batch norm behind it': answer(overflow_and_norm, 'O2', 'O2', '1', {'O2': "pass, in '1' (Fault)"}, **TINY_RATE),
+    'batch norm behind it': answer(overflow_and_norm, 'O2', 'O2', '1', {'O2': 'pass, in 1 (Fault)'}, **TINY_RATE),
     'loss that is off': answer(Plain, 'O0 O2', 'O0', '', {'O2': 'off that of FP32'}, loss_fn=off_in_16_bits),
     'less than a tenth is saved': answer(Plain, 'O0 O5', 'O0', keep_fp32=['net', 'head']),
     'nothing else was asked for': answer(Plain, 'O5', 'O5', keep_fp32=['net', 'head']),
