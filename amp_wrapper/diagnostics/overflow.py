@@ -43,16 +43,12 @@ _NOT_REPRODUCED = (
 )
 
 
-# -- what it shows -----------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Diagnosis:
     """Why a step was not finite.
 
     Attributes:
-        cause: 'input': what the model was given is not finite. 'weight': a weight, a buffer or the optimizer's state is not, or
-            is too large. 'forward_range', 'gradient_range': a number is too large, or too small, for the 16-bit type.
+        cause: 'input': what the model was given is not finite. 'weight': a weight or a buffer is not, or is too large. 'forward_range', 'gradient_range': a number is too large, or too small, for the 16-bit type.
             'forward_nan', 'gradient_nan': not finite in FP32 either. 'gradient_scale': a gradient fits without the loss scale.
             'loss': the loss, or its gradient at the outputs, is not finite. 'not_reproduced': finite when it was run again.
             'not_replayed': it could not be run again.

@@ -39,7 +39,7 @@ class CallRecord:
         given: Its ``args`` and ``kwargs`` as they came, before any cast.
         states: Of the random generators before the call.
         surrounds: Whether the engine surrounded it, as mmengine's wrapper does.
-        gradients: The scaled gradient of each floating tensor of the outputs, by its place among them; a sum where several
+        gradients: The scaled gradient of each tensor of numbers in the outputs, by its place among them; a sum where several
             losses gave one.
         losses: The places of these losses in the step.
         versions: Version counters of the tensors among the arguments.

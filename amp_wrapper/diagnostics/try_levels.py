@@ -185,6 +185,7 @@ class Training:
 
 
 def scale_of(tried: Tried) -> str:
+    """Return the loss scale of a level in words."""
     return 'no loss scale' if tried.loss_scale is None else f'a loss scale of {tried.loss_scale:g}'
 
 
