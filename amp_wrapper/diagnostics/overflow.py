@@ -48,10 +48,11 @@ class Diagnosis:
     """Why a step was not finite.
 
     Attributes:
-        cause: 'input': what the model was given is not finite. 'weight': a weight or a buffer is not, or is too large. 'forward_range', 'gradient_range': a number is too large, or too small, for the 16-bit type.
-            'forward_nan', 'gradient_nan': not finite in FP32 either. 'gradient_scale': a gradient fits without the loss scale.
-            'loss': the loss, or its gradient at the outputs, is not finite. 'not_reproduced': finite when it was run again.
-            'not_replayed': it could not be run again.
+        cause: 'input': what the model was given is not finite. 'weight': a weight or a buffer is not, or is too large.
+            'forward_range', 'gradient_range': a number is too large, or too small, for the 16-bit type. 'forward_nan',
+            'gradient_nan': not finite in FP32 either. 'gradient_scale': a gradient fits without the loss scale. 'loss': a loss
+            outside of the model, or its gradient at the outputs, is not finite. 'not_reproduced': finite when it was run
+            again. 'not_replayed': it could not be run again.
         text: The cause in words, with its place and numbers, and the settings that made the step finite.
         module: The qualified name of the module in which it begins; '' for the model itself, or where that is not known.
         phase: 'forward', 'backward', or '' for neither.
