@@ -41,12 +41,6 @@ def is_loaded() -> bool:
     return 'torch._dynamo' in sys.modules
 
 
-def has_compiled() -> bool:
-    """Whether anything was compiled in this process, by the counters of ``torch._dynamo``. In every version since 2.0."""
-    utils = sys.modules.get('torch._dynamo.utils')
-    return utils is not None and bool(utils.counters['stats'])
-
-
 def eager() -> AbstractContextManager[Any]:
     """Inside, what ``torch.compile`` made runs as it was written, on all threads. Nothing is compiled or forgotten.
 

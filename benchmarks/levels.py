@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_wrapper import amp, ops
-from amp_wrapper.diagnostics.step import saved_bytes as count_saved
+from amp_wrapper.diagnostics.sandbox import saved_bytes as count_saved
 from amp_wrapper.policy import LEVELS
 
 from .loops import HAS_MMENGINE, TORCH_TYPES, VARIANTS, Loop, TorchAmp, make_optimizer, wrap

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.format import read_apex, write_apex
-from ..diagnostics.step import read_options
-from ..diagnostics.watch import OPTIONS, LinesFile, Log, TrainingWatch
+from ..diagnostics.sandbox import read_options
+from ..diagnostics.watch import OPTIONS, Log, TrainingWatch, lines_to
 from ..engine import Engine, attach_together
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, logger, short
 from ..policy.nested import parameters_of
@@ -158,7 +158,7 @@ def monitor(
         raise AmpConfigError([f'log={log!r} must be a function of a step and a dict of numbers.'])
     engines, session = registry.engines_of(optimizer), registry.session_of(optimizer)
     place = None if folder is None else Path(folder)
-    logs: dict[str, Log] = {} if place is None else {'amp_monitor.jsonl': LinesFile(place / 'amp_monitor.jsonl')}
+    logs: dict[str, Log] = {} if place is None else {'amp_monitor.jsonl': lines_to(place / 'amp_monitor.jsonl')}
     if log is not None:
         logs['log= of amp.monitor'] = log
     models = [] if session is None else [root for _, root in session.casts.roots]

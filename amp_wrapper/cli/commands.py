@@ -123,7 +123,7 @@ add('--to', choices=('fp32', 'fp16', 'bf16'), help='the type of the weights, whi
 add('--weights', choices=('average', 'trained'), help='which weights of a checkpoint with an EMA; default: average')
 add('--publish', action='store_true', help='weights, fp32 without --to, with 8 digits of their SHA-256 in the name')
 
-add = command('report', MMENGINE, 'report types, ranges and memory', 'cnn_o2.py --opt-level O5', config, files)
+add = command('report', MMENGINE, 'report types, and why', 'cnn_o2.py --opt-level O5', config, files)
 add('--opt-level', choices=LEVELS, help='the level to report on; default: that of the config')
 add('--depth', type=whole, metavar='N', help='show modules down to this depth in the terminal; 0: the model alone')
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..diagnostics.plot import DEFAULT_PANELS, PANELS, Run, plot_runs, read_runs, save
+from ..diagnostics.plot import DEFAULT_PANELS, PANELS, Run, plot_runs, read_run, save
 
 
 def plot(args: argparse.Namespace) -> None:
@@ -20,7 +20,7 @@ def plot(args: argparse.Namespace) -> None:
     """
     panels = args.panels or DEFAULT_PANELS
     save(plot_runs(args.logs, panels=panels, first=args.first, last=args.last, title=args.title), args.out)
-    runs = read_runs(args.logs, args.first, args.last)
+    runs = [read_run(path).between(args.first, args.last) for path in args.logs]
     print(*map(_summary, runs), sep='\n')
     missing = [name for name in panels if not any(run.lines(PANELS[name][1]) for run in runs)]
     if missing:

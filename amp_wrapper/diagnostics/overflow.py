@@ -1,45 +1,40 @@
-"""Says in words why a step was not finite: where infinities or NaN begin, and which setting mends it."""
+"""Runs a skipped step again, and says in words why it was not finite: where that begins, and which setting mends it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..casting import fp32_values
-from ..casting.modules import class_name, is_loss
 from ..engine import Engine
-from ..errors import some
+from ..errors import AmpError, one_line, some
 from ..policy import Policy, dtype_name
+from ..policy.levels import IN_BFLOAT16, LEVEL_TABLE
 from ..policy.nested import HALF_TYPES
 from ..shards import local
-from .first_bad import NAN, BadOp
 from .page import Page, Table
-from .recorder import MOST_CALLS, StepRecord, identifiers
-from .replay import Remedy, Replayer
-from .sandbox import Attach, own_functions
-from .watches import BACKWARD, FORWARD, Maximum, is_bad
+from .replay import MOST_CALLS, Remedy, Replay, StepRecord, run_call
+from .sandbox import Attach, own_functions, sandbox
+from .watches import BACKWARD, FORWARD, NAN, BadOp, Maximum, called, is_bad
 
 #: What to say of an op of each cause.
 _ADVICE = {
     'forward_range': 'In FP32 the forward pass is finite.',
-    'forward_16bit': 'In FP32 the forward pass is finite. What is zero there is a number too small for {type}.',
     'forward_nan': 'So it is in FP32, too: this is no matter of precision. Look for a division by zero, a logarithm or a root '
     'of zero or less, numbers that have outgrown FP32, and at the data.',
-    'gradient_range': 'It does not fit at any loss scale.',
-    'gradient_16bit': 'In FP32 the backward pass is finite; a smaller loss scale does not help.',
+    'gradient_range': 'In FP32 the backward pass is finite; a smaller loss scale does not help.',
     'gradient_nan': 'So it is in FP32 without a loss scale, too: this is no matter of precision. The derivative is not finite '
     'there, as that of a root or a norm at zero, or 0 times infinity.',
     'gradient_scale': 'Gradients carry the loss scale {scale:g} there; with loss_scale=1.0 they fit. A dynamic scale falls by '
     'itself until they do: nothing is to be done then, unless steps are skipped over and over.',
 }
-_LOSS_OPS = ('loss', 'cross_entropy', 'ctc')
+_LOSS_ADVICE = 'Look at what turns outputs into the loss: a division, a logarithm, an empty target, 16-bit sums.'
 _OUTPUTS = 'The largest absolute number in what each module gave, in the order in which the modules ended.'
-_AGAIN = 'The step could not be run again:'
 _NOT_REPRODUCED = (
     'The step was finite when it was run again. Either something that is not recorded has changed, such as a random generator '
     'of its own, a count of calls, or an op whose results differ from run to run; or another rank has the cause. Or the '
@@ -53,15 +48,13 @@ class Diagnosis:
     """Why a step was not finite.
 
     Attributes:
-        cause: 'input': what the model was given is not finite. 'weight': a weight, a buffer or the optimizer's state is not, or
-            is too large. 'forward_range', 'gradient_range': a number is too large for the 16-bit type. 'forward_16bit',
-            'gradient_16bit': something gives no number in the 16-bit type, and one in FP32. 'forward_nan', 'gradient_nan':
-            not finite in FP32 either. 'gradient_scale': a gradient fits without the loss scale. 'loss': the loss, or its
-            gradient at the outputs, is not finite. 'not_reproduced': finite when it was run again. 'not_replayed': it could
-            not be run again.
-        text: The cause in words, with its place and numbers.
+        cause: 'input': what the model was given is not finite. 'weight': a weight or a buffer is not, or is too large.
+            'forward_range', 'gradient_range': a number is too large, or too small, for the 16-bit type. 'forward_nan',
+            'gradient_nan': not finite in FP32 either. 'gradient_scale': a gradient fits without the loss scale. 'loss': a loss
+            outside of the model, or its gradient at the outputs, is not finite. 'not_reproduced': finite when it was run
+            again. 'not_replayed': it could not be run again.
+        text: The cause in words, with its place and numbers, and the settings that made the step finite.
         module: The qualified name of the module in which it begins; '' for the model itself, or where that is not known.
-        kind: The class of that module.
         phase: 'forward', 'backward', or '' for neither.
         op: The op in which it begins.
         source: The line of Python that called it.
@@ -72,13 +65,12 @@ class Diagnosis:
         values: The value of each loss.
         remedies: What was tried.
         outputs: The largest numbers that modules gave in the forward pass, in the order in which they ended.
-        samples: What the samples of the batch are called.
+        samples: What the samples of the batch are called, where the batch says it.
     """
 
     cause: str
     text: str
     module: str = ''
-    kind: str = ''
     phase: str = ''
     op: str = ''
     source: str = ''
@@ -89,18 +81,7 @@ class Diagnosis:
     values: list[float] = dataclasses.field(default_factory=list)
     remedies: list[Remedy] = dataclasses.field(default_factory=list)
     outputs: list[Maximum] = dataclasses.field(default_factory=list)
-    samples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def advice(self) -> str:
-        """The settings that made the step finite, in words; '' where none was found."""
-        whole, half = (
-            ' or '.join(each.setting for each in self.remedies if each.finite and each.forward_only == is_half)
-            for is_half in (False, True)
-        )
-        words = [f'With {whole}, this step is finite.'] if whole else []
-        unknown = 'the loss, outside of the model, was not tried.'
-        return ' '.join([*words, f'With {half}, its forward pass is finite; {unknown}'] if half else words)
+    samples: list[str] = dataclasses.field(default_factory=list)
 
     def page(self, **facts: Any) -> Page:
         """Return all of it as a page.
@@ -108,7 +89,7 @@ class Diagnosis:
         Args:
             **facts: What else belongs to it: the iteration, the rank.
         """
-        data = {**facts, **dataclasses.asdict(self), 'advice': self.advice}
+        data = {**facts, **dataclasses.asdict(self)}
         data['outputs'] = [{**each._asdict(), 'dtype': dtype_name(each.dtype)} for each in self.outputs]
         rows = [[each.name or '(model)', each.kind, dtype_name(each.dtype), each.largest] for each in self.outputs]
         bad = {row: 'bad' for row, each in enumerate(self.outputs) if not math.isfinite(each.largest)}
@@ -121,10 +102,9 @@ class Diagnosis:
         ]
         losses = ', '.join(f'{value:g} (scale {scale:g})' for value, scale in zip(self.values, self.scales))
         known = {'cause': self.cause, 'line': self.source, 'level': self.level, 'losses': losses}
-        known |= {key: some(values, 64) for key, values in {'parameters': self.parameters, **self.samples}.items()}
+        known |= {'parameters': some(self.parameters, 64), 'samples': some(self.samples, 64)}
         known |= {key: str(fact) for key, fact in facts.items()}
-        title = f'Skipped step {facts.get("iteration", "")}'.strip()
-        return Page(title, f'{self.text} {self.advice}'.strip(), known, tables, [], data)
+        return Page(f'Skipped step {facts.get("iteration", "")}'.strip(), self.text, known, tables, [], data)
 
 
 def diagnose(step: StepRecord, model: nn.Module, engine: Engine, attach: Attach) -> Diagnosis:
@@ -140,221 +120,218 @@ def diagnose(step: StepRecord, model: nn.Module, engine: Engine, attach: Attach)
     """
     # others were for no loss of this step
     used = dataclasses.replace(step, calls=[call for call in step.calls if call.gradients] or step.calls)
-    examination = _Examination(Replayer(used, model, engine.policy, attach), engine)
-    return complete(examination.of_state() or examination.of_replay(), used, engine.policy)
-
-
-def complete(found: Diagnosis, step: StepRecord, policy: Policy) -> Diagnosis:
-    """Add what every diagnosis tells of the step. Syncs."""
-    found.level = policy.describe()
+    examination = _Examination(used, model, engine, attach)
+    found = examination.of_state() or examination.of_replay()
+    found.text = ' '.join([found.text, *_helps(found.remedies)])
+    found.level = engine.policy.describe()
     found.scales = [1.0 if loss.scale is None else float(loss.scale) for loss in step.losses]
     found.values = [float(loss.value.detach().float().sum()) for loss in step.losses]
+    found.samples = [name for call in used.calls for name in _names(call.given)]
     if not found.losses and not found.cause.startswith('not_'):
         found.losses = sorted({loss.loss_id for loss in step.losses})
-    for key, value in (each for call in step.calls for each in identifiers(call.given)):
-        found.samples.setdefault(key, []).append(value)
     return found
 
 
+def _names(value: Any, depth: int = 6) -> Iterator[str]:
+    """Yield the texts of a batch, in dicts and in ``metainfo`` of objects, that are called like a path, a name or an id."""
+    parts = getattr(value, 'metainfo', value)
+    items = parts.items() if isinstance(parts, dict) else enumerate(parts) if isinstance(parts, (list, tuple)) else ()
+    for key, item in items:
+        if isinstance(item, str) and str(key).endswith(('path', 'name', 'id')):
+            yield item
+        elif depth:
+            yield from _names(item, depth - 1)
+
+
+def _helps(remedies: list[Remedy]) -> list[str]:
+    """Say which settings made the step finite, in up to two sentences."""
+    whole, half = (
+        ' or '.join(each.setting for each in remedies if each.finite and each.forward_only == is_half)
+        for is_half in (False, True)
+    )
+    unknown = 'the loss, outside of the model, was not tried.'
+    words = f'With {whole}, this step is finite.', f'With {half}, its forward pass is finite; {unknown}'
+    return [text for text, settings in zip(words, (whole, half)) if settings]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Examination:
-    """The questions that are asked of one step, in their order."""
+    """The questions that are asked of one step, in their order.
 
-    def __init__(self, replayer: Replayer, engine: Engine) -> None:
-        self._replayer, self._engine, self._step = replayer, engine, replayer.step
-        self._modules = dict(replayer.model.named_modules())
-        self._type = engine.policy.half_type or torch.float32
+    Attributes:
+        step: What was recorded.
+        model: With the weights that it had in the step; it is left as it is. Several models are an ``nn.ModuleDict``.
+        engine: Of the optimizer.
+        attach: Attaches a copy.
+    """
 
-    # -- weights and state -------------------------------------------------------------------------------------------
+    step: StepRecord
+    model: nn.Module
+    engine: Engine
+    attach: Attach
 
     def of_state(self) -> Diagnosis | None:
-        """Look at weights and optimizer state; None where they are finite, and in range."""
-        stepped = set(map(id, self._engine.weights()))
-        parameters = self._replayer.model.named_parameters()
+        """Look at the weights; None where they are finite, and in range."""
+        stepped = set(map(id, self.engine.weights()))
+        parameters = self.model.named_parameters()
         named = {name: p for name, p in parameters if p.requires_grad and id(p) in stepped}
         bad = [name for name, weight in named.items() if is_bad(_fp32(weight))]
         names = bad or [name for name, weight in named.items() if is_bad(local([weight.detach()])[0])]
         if not names:
             return None
-        if state := self._bad_state() if bad else []:
-            why = f'the state of the optimizer is not finite ({some(state)})'
-        elif bad:
-            why = 'other code wrote to them, gradients were changed after the check, or a step was too large, by its learning '
-            why += 'rate or an eps that is zero in the type of 16-bit weights, since steps like this one are skipped'
+        if bad:
+            why = 'other code wrote to them, gradients were changed after the check, the state of the optimizer is not finite, '
+            why += 'or a step was too large, by its learning rate or an eps that is zero in 16 bits'
         else:
             most = max(float(_fp32(named[name]).abs().max()) for name in names)
-            end = torch.finfo(self._type).max
-            why = f'numbers up to {most:.3g} are too large for {dtype_name(self._type)}, which ends at {end:.5g}'
+            end = torch.finfo(self._type()).max
+            why = f'numbers up to {most:.3g} are too large for {dtype_name(self._type())}, which ends at {end:.5g}'
         found = self._at('weight', f'Weights are not finite: {some(names)}: {why}.', names[0].rpartition('.')[0])
-        found.parameters = names
-        if not bad:
-            self._replayer = dataclasses.replace(self._replayer, judges_losses=False)
-            found.remedies = self._try(found.module)
+        found.parameters, found.remedies = names, [] if bad else self._try(found.module)
         return found
-
-    def _bad_state(self) -> list[str]:
-        """Name what of the optimizer's state is not finite: 'weight: exp_avg'."""
-        states: Any = {} if self._engine.optimizer is None else self._engine.optimizer.state
-        return [
-            f'{self._engine.name(cast(nn.Parameter, parameter))}: {key}'
-            for parameter, values in states.items()
-            for key, value in (values.items() if isinstance(values, dict) else ())
-            if isinstance(value, Tensor) and value.is_floating_point() and is_bad(local([value])[0])
-        ]
-
-    # -- the step again ----------------------------------------------------------------------------------------------
 
     def of_replay(self) -> Diagnosis:
         """Run the step again, and say what it shows."""
-        step = self._step
+        step = self.step
         if not step.calls:
-            what = 'no tensor with a gradient was found in what the model returns.'
-            if not step.unseen:
-                what = 'the model was not called as a whole, but part by part; or torch.compile hides it: train without it.'
-            return Diagnosis('not_replayed', f'{_AGAIN} {what}')
-        if not all(call.is_unchanged for call in step.calls):
-            what = 'its inputs were written to, by the model itself or after its forward pass.'
-            return Diagnosis('not_replayed', f'{_AGAIN} {what}')
-        again = whole = self._replayer.run()
-        if any(whole.calls):
-            # what is wrong in one call goes on to the inputs of later ones, and to the gradients of earlier ones
-            places = [place for place, status in enumerate(whole.calls) if status == 'gradients'] or [0]
-            place = whole.calls.index('outputs') if 'outputs' in whole.calls else places[-1]
-            one = dataclasses.replace(step, calls=[step.calls[place]])
-            self._replayer = dataclasses.replace(self._replayer, step=one)
-            again = self._replayer.run(traced=True)
+            what = 'no call of the whole model that gives tensors with gradients was seen: it is called part by part, gives an '
+            return _not_replayed(f'{what}object of its own class, or torch.compile hides it (train without it).')
+        if not all(call.current_versions() == call.versions for call in step.calls):
+            return _not_replayed('its inputs were written to, by the model itself or after its forward pass.')
+        again = self._run(traced=True)
         if again.refused:
-            return Diagnosis('not_replayed', f'{_AGAIN} {again.refused}')
-        given = [each for call in step.calls for each in call.gradients.values()]
-        # what came back to outputs that are losses are single finite numbers
-        is_output = given and all(each.numel() == 1 and not is_bad(each) for each in given)
-        if again.first is not None:
-            self._replayer = dataclasses.replace(self._replayer, judges_losses='outputs' not in again.calls)
-            found = self._of_place(again.first)
+            return _not_replayed(again.refused)
+        if again.first is not None and again.call is not None:
+            one = dataclasses.replace(step, calls=[again.call])
+            found = dataclasses.replace(self, step=one)._of_place(again.first)
         elif step.dropped:
-            text = f'Of its forward calls the last {MOST_CALLS} are kept, and these are finite.'
-            return Diagnosis('not_replayed', f'{_AGAIN} {text}')
-        elif 'loss' in again.calls or (any(is_bad(loss.value) for loss in step.losses) and not is_output):
+            return _not_replayed(f'of its forward calls the last {MOST_CALLS} are kept, and these are finite.')
+        elif any(call.has_bad_gradients for call in step.calls):
             found = self._of_loss()
         elif again.bad_sums:
-            text = f'Gradients of several backward passes are finite in {dtype_name(self._type)}, and their sum is not'
+            text = f'Gradients of backward passes are finite, and their sum in {dtype_name(self._type())} is not'
             found = self._at('gradient_range', f'{text}: {some(again.bad_sums)}.', again.bad_sums[0].rpartition('.')[0])
             found.phase, found.parameters = BACKWARD, again.bad_sums
             found.remedies = [Remedy('accumulate_in_fp32', 'accumulate_in_fp32=True', None)]
-            found.remedies += [*self._try(found.module), self._replayer.without_scale()]
+            found.remedies += [*self._try(found.module), self._without_scale()]
         else:
             found = Diagnosis('not_reproduced', _NOT_REPRODUCED)
         found.outputs = again.outputs
-        concerned = {number for call, status in zip(step.calls, whole.calls) if status for number in call.losses}
-        found.losses = sorted({step.losses[number].loss_id for number in concerned})
+        found.losses = sorted({step.losses[number].loss_id for call in again.wrong for number in call.losses})
         found.parameters = found.parameters or again.parameters
         return found
 
     def _of_place(self, place: BadOp) -> Diagnosis:
-        """Say what an op has done, and whether it does so in FP32."""
+        """Say what an op has done, and whether it does so without the loss scale, and in FP32."""
         if place.origin == 'input':
-            name = self._replayer.step.calls[0].name
-            text = f'What {self._called(name)} was given is not finite: {place.op} has {place.counts[0]:,} infinities or NaN'
-            return self._at('input', f'{text} among {place.counts[1]:,} elements.', name, place)
+            name = self.step.calls[0].name
+            what = '{} has {:,} infinities or NaN among {:,} elements'.format(place.op, *place.counts)
+            return self._at('input', f'What {name or "the model"} was given is not finite: {what}.', name, place)
         if place.origin == 'weight':
             found = self._at('weight', f'{place.op} is not finite.', place.op.rpartition('.')[0], place)
             found.parameters = [place.op]
             return found
-        replayer = self._replayer
-        exact, phase = replayer.in_fp32(), place.phase
-        kind = 'nan' if not exact.refused and not exact.is_finite else '16bit' if place.reason else 'range'
-        if kind == 'nan' and exact.first is not None and exact.first.node != place.node:
-            # in 16 bits something else came first
-            place = exact.first
-        scale = replayer.without_scale() if phase == BACKWARD else None
-        cause = f'{"forward" if phase == FORWARD else "gradient"}_{kind}'
-        if scale is not None and scale.finite and self._step.scale > 1:
-            cause = 'gradient_scale'
-        advice = _ADVICE[cause].format(type=dtype_name(place.dtype), scale=self._step.scale)
-        parts = place.module.split('.')
-        around = [self._modules['.'.join(parts[: end + 1])] for end in range(len(parts))]
-        if phase == FORWARD and (any(word in place.op for word in _LOSS_OPS) or any(map(is_loss, around))):
-            cause = 'loss'
+        tried = [self._without_scale()] if place.phase == BACKWARD else []
+        cause = 'gradient_scale'
+        if not (tried and tried[0].finite and self.step.scale > 1):
+            exact = self._run(LEVEL_TABLE['O0'], 1 / self.step.scale, traced=True)
+            is_range = bool(exact.refused) or exact.is_finite
+            cause = f'{"forward" if place.phase == FORWARD else "gradient"}_{"range" if is_range else "nan"}'
+            if exact.first is not None and exact.first.node != place.node:
+                # in 16 bits something else came first
+                place = exact.first
+            tried = [*self._try(place.module), *tried] if is_range else [Remedy('fp32', "opt_level='O0'", False)]
+        advice = _ADVICE[cause].format(scale=self.step.scale)
         found = self._at(cause, f'{self._begins(place)} {advice}', place.module, place)
-        if kind == 'nan' and cause != 'gradient_scale':
-            found.remedies = [Remedy('fp32', "opt_level='O0'", False)]
-        else:
-            tried = [] if cause == 'gradient_scale' else self._try(place.module)
-            found.remedies = [*tried, *([] if scale is None else [scale])]
+        found.remedies = tried
         return found
 
     def _of_loss(self) -> Diagnosis:
-        if any(own_functions(module) for module in self._modules.values()):
+        if any(own_functions(module) for module in self.model.modules()):
             # forward hooks that the copy did not run
             return Diagnosis('not_reproduced', _NOT_REPRODUCED)
-        bad = [loss for loss in self._step.losses if is_bad(loss.value)]
-        what = 'and the loss are finite, and the gradient of the loss, which is computed outside of the model, is not.'
-        if bad:
-            several = self._engine.policy.num_losses > 1
-            name = ', '.join(f'loss {loss.loss_id}' for loss in bad) if several else 'the loss'
-            value = f'{float(bad[0].value.float().sum())}{f" (of {bad[0].made_by})" if bad[0].made_by else ""}'
-            what = f'are finite, and {name}, which is computed outside of the model, is {value}.'
-        advice = 'Look at what turns outputs into the loss: a division, a logarithm, an empty target, 16-bit sums.'
-        found = Diagnosis('loss', f'The outputs of the model {what} {advice}', phase=FORWARD if bad else BACKWARD)
-        found.op = bad[0].made_by if bad else ''
-        return found
-
-    # -- places ------------------------------------------------------------------------------------------------------
+        bad = next((loss for loss in self.step.losses if is_bad(loss.value)), None)
+        if bad is not None:
+            made_by = f' (of {bad.made_by})' if bad.made_by else ''
+            what = f'are finite, and a loss that is computed outside of it is {float(bad.value.sum())}{made_by}.'
+            return Diagnosis('loss', f'The outputs of the model {what} {_LOSS_ADVICE}', phase=FORWARD, op=bad.made_by)
+        text = 'The outputs of the model and the loss are finite, and the gradient of the loss, which is computed outside of'
+        given = [each for call in self.step.calls for each in call.gradients.values()]
+        if self.step.scale > 1 and not any(bool(each.isnan().any()) for each in given):
+            text += f' the model, is infinite with the loss scale {self.step.scale:g}: a smaller scale may help.'
+            return Diagnosis('gradient_scale', text, phase=BACKWARD)
+        return Diagnosis('loss', f'{text} the model, is not. {_LOSS_ADVICE}', phase=BACKWARD)
 
     def _at(self, cause: str, text: str, module: str, place: BadOp | None = None) -> Diagnosis:
         words: dict[str, Any] = {} if place is None else {'phase': place.phase, 'op': place.op, 'source': place.source}
-        kind = class_name(self._modules[module]) if module in self._modules else ''
-        return Diagnosis(cause, text, module, kind, **words)
-
-    def _called(self, module: str) -> str:
-        return f'{module} ({class_name(self._modules[module])})' if module in self._modules and module else 'the model'
+        return Diagnosis(cause, text, module, **words)
 
     def _begins(self, place: BadOp) -> str:
         """Say where it begins, and with which numbers."""
-        name, what = dtype_name(place.dtype), 'NaN' if place.kind == NAN else 'infinite'
-        kind = f'NaN in {name}' if place.kind == NAN else f'{name} overflow'
-        if place.reason:
-            kind = f'{place.reason[0].upper()}{place.reason[1:]} in {name}'
+        kind, what = ('NaN', 'NaN') if place.kind == NAN else ('Infinity', 'infinite')
         phase = 'forward pass' if place.phase == FORWARD else f'backward pass ({place.node or "a sum of gradients"})'
-        came = '' if place.largest is None else f' from finite numbers up to {place.largest:.3g}'
+        came = '' if place.given is None else ' from finite numbers between {:.3g} and {:.3g}'.format(*place.given)
         line = f' The line is {place.source}.' if place.source else ''
-        who = self._called(place.module) + ' itself' * (not place.module)
+        who = called(self.model, place.module)
         counts = '{:,} of {:,} elements'.format(*place.counts)
-        return f'{kind} in the {phase} of {who}: {place.op} made {counts} {what}{came}.{line}'
+        begin = f'{kind} in {dtype_name(place.dtype)} in the {phase} of {who}'
+        return f'{begin}: {place.op} made {counts} {what}{came}.{line}'
+
+    # -- settings that may help --------------------------------------------------------------------------------------
 
     def _try(self, module: str) -> list[Remedy]:
-        """Try what may make the step finite."""
-        replayer = self._replayer if self._step.calls else None
-        found = [replayer.keep(module)] if replayer and module else []
-        return [*found, replayer.in_bfloat16()] if replayer and self._type is torch.float16 else found
+        """Try what may make the step finite: a module in FP32, and bfloat16 in place of float16, without a loss scale."""
+        policy, found = self.engine.policy, []
+        if module and self.step.calls:
+            kept = (*policy.keep_fp32, module)
+            shown = [item if isinstance(item, str) else item.__name__ for item in kept]
+            changed = dataclasses.replace(policy, keep_fp32=kept)
+            # a dynamic loss scale falls by itself
+            found = [self._tried('keep_fp32', f'keep_fp32={shown}', changed, not policy.loss_scale.dynamic)]
+        if policy.half_type is torch.float16 and self.step.calls:
+            level = IN_BFLOAT16.get(policy.opt_level, policy.opt_level)
+            kind = 'cast_model_type' if policy.casts_model else 'autocast_dtype'
+            changes: dict[str, Any] = {'opt_level': level, kind: torch.bfloat16, 'split_masters': False}
+            setting = "dtype='bfloat16'" if level == policy.opt_level else f"opt_level='{level}'"
+            found.append(self._tried('bfloat16', setting, dataclasses.replace(policy, **changes)))
+        return found
+
+    def _without_scale(self) -> Remedy:
+        return self._tried('loss_scale', 'loss_scale=1.0', self.engine.policy)
+
+    def _tried(self, kind: str, setting: str, policy: Policy, is_scaled: bool = False) -> Remedy:
+        found = self._run(policy, 1.0 if is_scaled else 1 / self.step.scale)
+        finite = None if found.refused else found.is_finite
+        return Remedy(kind, setting, finite, bool(finite) and not found.gradients_known)
+
+    def _run(self, policy: Policy | None = None, factor: float = 1.0, traced: bool = False) -> Replay:
+        """Run the forward calls again, and their backward passes from the gradients that the losses gave. Syncs.
+
+        Args:
+            policy: The level; that of the training by default.
+            factor: The gradients of the losses are multiplied by it: another loss scale.
+            traced: Whether to look for the place where infinities and NaN begin, which is slow.
+        """
+        found = Replay()
+        try:
+            with sandbox(self.model, policy or self.engine.policy, attach=self.attach) as box:
+                for call in self.step.calls:
+                    run_call(box, call, factor, traced, found)
+        except Exception as error:
+            # whatever a copy of a model does, the training goes on
+            is_ours = isinstance(error, AmpError)
+            found.refused = str(error) if is_ours else f'a copy of the model could not be run ({one_line(error)})'
+        return found
+
+    def _type(self) -> torch.dtype:
+        return self.engine.policy.half_type or torch.float32
+
+
+def _not_replayed(why: str) -> Diagnosis:
+    return Diagnosis('not_replayed', f'The step could not be run again: {why} No other step is examined.')
 
 
 def _fp32(weight: Tensor) -> Tensor:
     # found by the parameter itself, which no view of it is
     exact = fp32_values.fp32_value(weight) if weight.dtype in HALF_TYPES else weight
     return local([exact.detach()])[0]
-
-
-def judge_watched(seen: Sequence[Maximum], step: StepRecord, engine: Engine) -> Diagnosis:
-    """Say why a step was not finite, from what was seen of its modules while it ran. Nothing is tried.
-
-    Args:
-        seen: Of :meth:`~amp_wrapper.diagnostics.watches.NonfiniteWatch.take`.
-        step: What was recorded.
-        engine: Of the optimizer.
-    """
-    # infinities that a script gives are masks
-    bad = [each for each in seen if math.isnan(each.largest) or (each.phase != 'input' and math.isinf(each.largest))]
-    place = min(bad, key=lambda each: each.phase == BACKWARD, default=None)
-    if place is None:
-        text = 'The outputs of all modules and their gradients are finite: gradients of parameters are not, or another rank'
-        return complete(Diagnosis('not_replayed', f'{text} has the cause.'), step, engine.policy)
-    if place.phase == 'input':
-        return complete(Diagnosis('input', 'What the model was given holds NaN.'), step, engine.policy)
-    before = [each for each in seen[: seen.index(place)] if (each.phase == BACKWARD) == (place.phase == BACKWARD)]
-    most = max((each.largest for each in before if math.isfinite(each.largest)), default=None)
-    what = 'output' if place.phase == FORWARD else 'gradient of an output'
-    after = '' if most is None else f', after numbers up to {most:.3g}'
-    text = f'The first {what} that is not finite is that of {place.name or "the model itself"} ({place.kind}){after}.'
-    outputs = [each for each in seen if each.phase == FORWARD]
-    found = Diagnosis('not_replayed', text, place.name, place.kind, place.phase, outputs=outputs)
-    return complete(found, step, engine.policy)

@@ -64,14 +64,6 @@ class Table:
         return '\n'.join([*lines, *(['', textwrap.fill(self.note, width)] if self.note else [])])
 
 
-class Bytes(int):
-    """A number of bytes, which is shown as ``'1.5 MiB'``."""
-
-    def __str__(self) -> str:
-        power = min(max(int(math.log2(self or 1)) // 10, 0), 4)
-        return f'{int(self)} B' if not power else f'{self / 1024**power:.1f} {("KiB", "MiB", "GiB", "TiB")[power - 1]}'
-
-
 def shown(value: Any) -> str:
     """Return a cell as text: three digits of a number, nothing for None."""
     if value is None:

@@ -108,7 +108,7 @@ def read_run(path: PathLike) -> Run:
         wanted = 'an "iteration" and a loss, grad_norm, lr or number of amp.monitor'
         raise AmpUsageError(f'{str(path)!r} has no JSON lines with {wanted}. CSV and text logs are not read.')
     _count_skips(rows)
-    return Run(_names([path])[0], rows, resumed)
+    return Run(str(path), rows, resumed)
 
 
 def _count_skips(rows: Rows) -> None:
@@ -152,16 +152,6 @@ def _starts_fresh(rows: Rows, usual: int) -> bool:
     return next(iter(rows)) <= max((after - place for place, after in itertools.pairwise(rows)), default=usual)
 
 
-def _names(paths: Sequence[PathLike]) -> list[str]:
-    """Name runs by the last folder that is not a time, or by as many last parts of their paths as make them differ."""
-    whole = [[part for part in Path(os.path.abspath(path)).parts if part not in ('vis_data', *_LOGS)] for path in paths]
-    names = [[part for part in parts if not re.fullmatch(r'\d{8}_\d{6}', part)][-1] for parts in whole]
-    for count in range(2, max(map(len, whole)) + 1):
-        if len(set(names)) < len(set(map(tuple, whole))):
-            names = ['/'.join(parts[-count:]) for parts in whole]
-    return names
-
-
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +182,8 @@ def plot_runs(
     problems = [f'panels={name!r} is none of {", ".join(PANELS)}.' for name in panels if name not in PANELS]
     if problems or not runs:
         raise AmpConfigError(problems or ['runs=[] is empty: give the log of a training.'])
-    found = read_runs([runs] if isinstance(runs, (str, os.PathLike)) else runs, first, last)
+    paths = [runs] if isinstance(runs, (str, os.PathLike)) else runs
+    found = [read_run(path).between(first, last) for path in paths]
     shown = [PANELS[name] for name in PANELS if name in panels and any(run.lines(PANELS[name][1]) for run in found)]
     if not shown:
         raise AmpUsageError(f'nothing to draw for panels={list(panels)} in these iterations of {found[0].name}.')
@@ -211,9 +202,6 @@ def plot_runs(
                 words: Any = {'color': colour, 'label': '' if is_known else label}
                 style: Any = {'marker': 'o', 'markersize': 3.5} if len(points) <= 12 else {}
                 style['drawstyle'] = 'steps-post' if number == 'amp_scale' else 'default'
-                if len(points) > 100 and number not in ('amp_scale', 'lr'):
-                    axes.plot(*zip(*_means(points)), **words)
-                    words, style = {'color': colour}, {'linewidth': 0.8, 'alpha': 0.3}
                 axes.plot(list(points), list(points.values()), **words, **style)
                 skips = run.lines('amp_skipped').get(part, {}) if number == 'amp_scale' else {}
                 _draw_crosses(axes, number, points, skips, _RED if len(found) == 1 else colour)
@@ -226,19 +214,6 @@ def plot_runs(
         if len(chosen) > 1:
             figure.legend(loc='outside lower left', ncols=max(1, 90 // (8 + max(map(len, chosen)))))
     return figure
-
-
-def read_runs(paths: Sequence[PathLike], first: int | None, last: int | None) -> list[Run]:
-    """Read the part of some runs from one iteration to another one, with names that tell them apart."""
-    return [read_run(path)._replace(name=name).between(first, last) for path, name in zip(paths, _names(paths))]
-
-
-def _means(points: dict[int, float]) -> list[tuple[int, float]]:
-    """Return means over a thirtieth of the points, at no more than 300 places."""
-    known = [(at, value) for at, value in points.items() if math.isfinite(value)]
-    half, places = len(known) // 60, range(0, len(known), 1 + len(known) // 300)
-    windows = [known[max(0, place - half) : place + half + 1] for place in places]
-    return [(known[at][0], sum(value for _, value in window) / len(window)) for at, window in zip(places, windows)]
 
 
 def _draw_crosses(axes: Axes, number: str, points: dict[int, float], skips: dict[int, float], colour: str) -> None:

@@ -1,24 +1,99 @@
-"""Runs a recorded step again on a copy of the model, at its own level, and at settings that may make it finite."""
+"""Runs a recorded step again on a copy of the model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint import random_state
-from ..errors import AmpError, one_line
-from ..policy import Policy
-from ..policy.levels import IN_BFLOAT16, LEVEL_TABLE
 from ..policy.nested import HALF_TYPES, cast_tensors
-from .first_bad import BadOp, FirstBad
-from .recorder import CallRecord, StepRecord, copied_batch
-from .sandbox import Attach, Sandbox, sandbox
-from .step import Pass, run_step
-from .watches import FORWARD, Maximum, NonfiniteWatch, is_bad, outputs_of, tensors_of
+from .sandbox import Pass, Sandbox, run_step
+from .watches import BACKWARD, BadOp, FirstBad, Maximum, copied_batch, is_bad, numbers, tensors_of
+
+#: Forward calls of one step that are kept, the last ones.
+MOST_CALLS = 32
+
+
+# -- a step, as it was recorded ----------------------------------------------------------------------------------------
+
+
+class LossRecord(NamedTuple):
+    """One loss that was scaled: its value without its graph, a copy of its scale (None for 1), what computed it."""
+
+    loss_id: int
+    value: Tensor
+    scale: Tensor | None
+    made_by: str
+
+
+@dataclasses.dataclass
+class CallRecord:
+    """One forward call of a model, from outside of any other.
+
+    Attributes:
+        name: Of the model, where there are several; else ''.
+        given: Its ``args`` and ``kwargs`` as they came, before any cast.
+        states: Of the random generators before the call.
+        surrounds: Whether the engine surrounded it, as mmengine's wrapper does.
+        gradients: The scaled gradient of each tensor of numbers in the outputs, by its place among them; a sum where several
+            losses gave one.
+        losses: The places of these losses in the step.
+        versions: Version counters of the tensors among the arguments.
+    """
+
+    name: str
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    states: dict[str, Any]
+    surrounds: bool
+    gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    losses: set[int] = dataclasses.field(default_factory=set)
+    versions: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = self.current_versions()
+
+    def current_versions(self) -> list[int]:
+        """Return the version counters as they are now."""
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors_of(self.given)]
+
+    @property
+    def has_bad_gradients(self) -> bool:
+        """Whether a gradient that came back is not finite. Syncs."""
+        return any(map(is_bad, self.gradients.values()))
+
+
+@dataclasses.dataclass
+class StepRecord:
+    """The forward calls and losses since the last step.
+
+    Attributes:
+        calls: In their order.
+        losses: In the order of their backward passes.
+        dropped: Forward calls before the last :data:`MOST_CALLS`.
+    """
+
+    calls: list[CallRecord] = dataclasses.field(default_factory=list)
+    losses: list[LossRecord] = dataclasses.field(default_factory=list)
+    dropped: int = 0
+
+    @property
+    def scale(self) -> float:
+        """The largest loss scale. Syncs."""
+        return max((float(loss.scale) for loss in self.losses if loss.scale is not None), default=1.0)
+
+    def clear(self) -> None:
+        """Let go of all tensors. Hooks in the graph of a loss that somebody keeps still hold the calls."""
+        for call in self.calls:
+            call.given, call.gradients = ((), {}), {}
+        self.calls.clear()
+        self.losses.clear()
+
+
+# -- the step again ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -27,31 +102,31 @@ class Replay:
 
     Attributes:
         refused: Why there is none; '' where it ran.
-        calls: Of each forward call: '' where all was finite, else 'outputs', 'gradients' (of parameters) or 'loss' (what came
-            from the loss, or from another call).
+        wrong: The calls whose outputs, or gradients of parameters, were not finite.
         gradients_known: Whether the backward passes ran with the gradients that the losses gave.
         sums: Of each parameter the sum of its gradients; ``parameters`` are those that are not finite in one pass.
-        first: Where that begins; None where nothing was traced.
-        outputs: The largest numbers that modules gave, in the order in which they ended, where it was traced.
+        first: Where that begins, and ``call`` the call in which it does; None where nothing was traced.
+        outputs: The largest numbers that modules gave in this call, in the order in which they ended.
     """
 
     refused: str = ''
-    calls: list[str] = dataclasses.field(default_factory=list)
+    wrong: list[CallRecord] = dataclasses.field(default_factory=list)
     gradients_known: bool = True
     parameters: list[str] = dataclasses.field(default_factory=list)
     sums: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     first: BadOp | None = None
+    call: CallRecord | None = None
     outputs: list[Maximum] = dataclasses.field(default_factory=list)
 
     @property
     def bad_sums(self) -> list[str]:
         """The parameters whose gradients are finite in each pass, and not in their sum."""
-        return [] if any(self.calls) else [name for name, total in self.sums.items() if is_bad(total)]
+        return [] if self.wrong else [name for name, total in self.sums.items() if is_bad(total)]
 
     @property
     def is_finite(self) -> bool:
         """Whether all that ran was finite."""
-        return not self.refused and not any(self.calls) and not self.bad_sums
+        return not (self.refused or self.wrong or self.bad_sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,110 +146,40 @@ class Remedy:
     forward_only: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Replayer:
-    """Replays one step of a training, at its level and at others.
+def run_call(box: Sandbox, call: CallRecord, factor: float, traced: bool, found: Replay) -> None:
+    """Run one call with its backward passes, and note what it has shown."""
+    # one model may be given what another one gave at its level
+    half = box.engine.policy.half_type or torch.float32
+    args, kwargs = cast_tensors(copied_batch(call.given, cuts=True), half, HALF_TYPES)
+    bad: list[Tensor] = []
 
-    Attributes:
-        step: What was recorded.
-        model: With the weights that it had in the step; it is left as it is. Several models are an ``nn.ModuleDict``.
-        policy: The level of the training.
-        attach: Attaches a copy.
-        judges_losses: Whether non-finite gradients of the losses count. Where the outputs of the model were not finite, those
-            of losses outside of it are not either, and say nothing of a level that gives other outputs.
-    """
+    def run(copied: nn.Module) -> Pass:
+        random_state.restore(call.states)
+        outputs = numbers(copied.get_submodule(call.name)(*args, **kwargs))
+        bad.extend(filter(is_bad, outputs))
+        pairs = [] if bad or call.has_bad_gradients else _pairs(call.gradients, outputs, factor)
+        found.gradients_known &= bool(pairs) and len(pairs) == len(call.gradients)
+        return pairs
 
-    step: StepRecord
-    model: nn.Module
-    policy: Policy
-    attach: Attach
-    judges_losses: bool = True
-
-    def run(self, policy: Policy | None = None, factor: float = 1.0, traced: bool = False) -> Replay:
-        """Run the forward calls again, and their backward passes from the gradients that the losses gave. Syncs.
-
-        Args:
-            policy: The level; that of the training by default.
-            factor: The gradients of the losses are multiplied by it: another loss scale.
-            traced: Whether to look for the place where infinities and NaN begin, which is slow.
-        """
-        found = Replay()
-        try:
-            with sandbox(self.model, policy or self.policy, attach=self.attach) as box:
-                for call in self.step.calls:
-                    found.calls.append(self._run_call(box, call, factor, traced, found))
-        except Exception as error:
-            # whatever a copy of a model does, the training goes on
-            is_ours = isinstance(error, AmpError)
-            found.refused = str(error) if is_ours else f'a copy of the model could not be run ({one_line(error)})'
-        return found
-
-    def _run_call(self, box: Sandbox, call: CallRecord, factor: float, traced: bool, found: Replay) -> str:
-        """Run one call with its backward passes; returns an entry of :attr:`Replay.calls`."""
-        # one model may be given what another one gave at its level
-        half = box.engine.policy.half_type or torch.float32
-        args, kwargs = cast_tensors(copied_batch(call.given, cuts=True), half, HALF_TYPES)
-        bad: list[Tensor] = []
-        is_known = bool(call.gradients) and not any(map(is_bad, call.gradients.values()))
-        found.gradients_known &= is_known
-
-        def run(copied: nn.Module) -> Pass:
-            random_state.restore(call.states)
-            outputs = outputs_of(copied.get_submodule(call.name)(*args, **kwargs))
-            bad.extend(filter(is_bad, outputs))
-            pairs = _pairs(call.gradients, outputs, factor) if is_known and not bad else []
-            found.gradients_known &= len(pairs) == len(call.gradients)
-            return pairs
-
-        trace = FirstBad(box.model, tensors_of((args, kwargs))) if traced else None
-        modules = NonfiniteWatch(box.model) if traced else None
-        step = run_step(box, run, [] if trace is None else [trace], surrounds=call.surrounds, updates=False)
-        wrong = {name: gradient for name, gradient in step.gradients.items() if is_bad(gradient)}
-        found.parameters += [name for name in wrong if name not in found.parameters]
-        for name, gradient in step.gradients.items():
-            found.sums[name] = gradient if name not in found.sums else found.sums[name] + gradient
-        if trace is not None and modules is not None:
-            found.outputs = [each for each in modules.take() if each.phase == FORWARD]
-            found.first = trace.begin([*bad, *wrong.values()])
-            # the copy is thrown away, but it may hold them
-            trace.remove()
-            modules.remove()
-        is_loss_bad = bool(call.gradients) and not is_known and self.judges_losses
-        return 'outputs' if bad else 'gradients' if wrong else 'loss' if is_loss_bad else ''
-
-    # -- settings that may help --------------------------------------------------------------------------------------
-
-    def in_fp32(self) -> Replay:
-        """Replay in FP32, without a loss scale."""
-        return self.run(LEVEL_TABLE['O0'], 1 / self.step.scale, traced=True)
-
-    def without_scale(self) -> Remedy:
-        """Try a loss scale of 1."""
-        return self._try('loss_scale', 'loss_scale=1.0', self.policy)
-
-    def keep(self, module: str) -> Remedy:
-        """Try a module in FP32; a dynamic loss scale, which falls by itself, is 1."""
-        kept = (*self.policy.keep_fp32, module)
-        shown = [item if isinstance(item, str) else item.__name__ for item in kept]
-        policy = dataclasses.replace(self.policy, keep_fp32=kept)
-        return self._try('keep_fp32', f'keep_fp32={shown}', policy, not policy.loss_scale.dynamic)
-
-    def in_bfloat16(self) -> Remedy:
-        """Try bfloat16 in place of float16, without a loss scale."""
-        level = IN_BFLOAT16.get(self.policy.opt_level, self.policy.opt_level)
-        kind = 'cast_model_type' if self.policy.casts_model else 'autocast_dtype'
-        changes: dict[str, Any] = {'opt_level': level, kind: torch.bfloat16, 'split_masters': False}
-        setting = "dtype='bfloat16'" if level == self.policy.opt_level else f"opt_level='{level}'"
-        return self._try('bfloat16', setting, dataclasses.replace(self.policy, **changes))
-
-    def _try(self, kind: str, setting: str, policy: Policy, is_scaled: bool = False) -> Remedy:
-        found = self.run(policy, 1.0 if is_scaled else 1 / self.step.scale)
-        finite = None if found.refused else found.is_finite
-        return Remedy(kind, setting, finite, bool(finite) and not found.gradients_known)
+    trace = FirstBad(box.model, tensors_of((args, kwargs))) if traced else None
+    step = run_step(box, run, [] if trace is None else [trace], surrounds=call.surrounds, updates=False)
+    wrong = {name: gradient for name, gradient in step.gradients.items() if is_bad(gradient)}
+    found.parameters += [name for name in wrong if name not in found.parameters]
+    for name, gradient in step.gradients.items():
+        found.sums[name] = gradient if name not in found.sums else found.sums[name] + gradient
+    if bad or wrong:
+        found.wrong.append(call)
+    if trace is not None:
+        # the copy is thrown away, but it may hold it
+        trace.modules.remove()
+        # what is wrong in one call goes on to the inputs of later ones, and to the gradients of earlier ones
+        if (bad or wrong) and (found.first is None or found.first.phase == BACKWARD):
+            found.first, found.call = trace.begin([*bad, *wrong.values()]), call
+            found.outputs = [each for each in trace.modules.take() if not each.is_input]
 
 
 def _pairs(gradients: dict[int, Tensor], outputs: Sequence[Tensor], factor: float) -> Pass:
-    found = [(outputs[place], gradient) for place, gradient in gradients.items() if place < len(outputs)]
-    fit = [(tensor, each) for tensor, each in found if tensor.requires_grad and tensor.shape == each.shape]
-    wide = [(tensor, each.to(torch.promote_types(each.dtype, torch.float32))) for tensor, each in fit]
-    return [(tensor, (each * factor).to(tensor.dtype)) for tensor, each in wide]
+    known = [(outputs[place], each) for place, each in gradients.items() if place < len(outputs)]
+    fit = [(tensor, each) for tensor, each in known if tensor.requires_grad and tensor.shape == each.shape]
+    # a product in 16 bits may overflow
+    return [(tensor, (each.double() * factor).to(tensor.dtype)) for tensor, each in fit]

@@ -1,4 +1,4 @@
-"""Runs a copy of a model at any level, and leaves everything else as it was."""
+"""Copies a model at any level, runs training steps of the copy, and leaves everything else as it was."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import copy
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from ..casting import cast_module, region
+from ..casting.modules import module_device
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
-from ..engine import Engine, attach_together
-from ..errors import AmpUsageError
+from ..engine import Engine, attach_together, backward, before_forward, forward_context, take_step
+from ..engine.clipping import GradientClip
+from ..errors import AmpConfigError, AmpUsageError
 from ..policy import Policy
+from ..policy.options import Option
 from ..shards import any_sharded
 from ..torch_internals import TorchDispatchMode
-from .watches import tensors_of
+from .watches import storage_key, tensors_of
 
 #: What a process that is alone is told.
 _ALONE = {'is_initialized': False, 'get_world_size': 1, 'get_rank': 0}
@@ -38,8 +44,7 @@ class CannotCopyError(AmpUsageError):
     """A model of which no copy can be made, or which talks to other ranks without asking whether there are any."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sandbox:
+class Sandbox(NamedTuple):
     """A copy of a model, attached at a level of its own.
 
     Attributes:
@@ -133,7 +138,7 @@ def sandbox(
         CannotCopyError: As :func:`fp32_copy`; inside, a collective call of the model.
         AmpAttachError: The level cannot be had for this model.
         AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
-        AmpUsageError: ``make_optimizer`` made no optimizer.
+        AmpUsageError: ``make_optimizer`` made no optimizer; inside, a call of the original.
     """
     with isolated():
         copied = fp32_copy(model)
@@ -141,10 +146,18 @@ def sandbox(
         if make_optimizer is not None and not isinstance(optimizer, Optimizer):
             raise AmpUsageError(f'make_optimizer(model) gave {optimizer!r}: it must return a torch.optim.Optimizer.')
         engine = Engine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
+        originals = set(map(id, model.modules()))
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            if id(module) in originals:
+                raise AmpUsageError('the original was called: loss_fn has to call the model that it is given, a copy.')
+
+        hook = register_module_forward_pre_hook(refuse)
         try:
             attach(engine, copied)
             yield Sandbox(copied, engine)
         finally:
+            hook.remove()
             engine.reset()
             # what its level names must not act on others, and a copy that holds itself waits for the garbage collector
             for module in copied.modules():
@@ -174,9 +187,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if 'c10d' in func.namespace:
-            raise CannotCopyError(
-                f'the model calls {func} without asking whether there are other ranks, so one rank cannot run it again alone.'
-            )
+            raise CannotCopyError(f'the model calls {func}, and does not ask whether there are other ranks.')
         return func(*args, **(kwargs or {}))
 
 
@@ -212,28 +223,178 @@ def alone() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def left_alone(model: nn.Module) -> Iterator[None]:
-    """Restore gradients and buffers of a model, which a function that should run its copy may run.
+# -- a step of a copy --------------------------------------------------------------------------------------------------
+
+#: What a backward pass begins with: tensors with their gradients; a loss, which the engine scales, has none.
+Pass = Sequence[tuple[Tensor, Tensor | None]]
+#: What several tools take.
+LOSS_FN = Option(None, (callable,), 'a function from the model and a batch to the loss')
+
+
+def read_options(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments by a table.
+
+    Raises:
+        AmpConfigError: All that are wrong, in one message.
+    """
+    problems: list[str] = []
+    found = {name: option.read(name, given[name], problems) for name, option in table.items()}
+    if problems:
+        raise AmpConfigError(problems)
+    return found
+
+
+class Task(NamedTuple):
+    """What is run, on copies.
+
+    Attributes:
+        model: The original, which is left as it is.
+        make_optimizer: Makes the optimizer of a copy; None for none.
+        attach: Attaches a copy at a level.
+        surrounds: As for :func:`run_step`.
+        clip: How gradients are clipped.
+    """
+
+    model: nn.Module
+    make_optimizer: Callable[[nn.Module], Optimizer] | None = None
+    attach: Attach = attach_whole
+    surrounds: bool = False
+    clip: GradientClip | None = None
+
+
+@dataclasses.dataclass
+class Step:
+    """What one step has shown.
+
+    Attributes:
+        gradients: By the name of the parameter; with the loss scale, unless that was taken out.
+        scale: The loss scale of the gradients; 1.0 where it was taken out.
+        skipped: Whether the optimizer's step was skipped.
+        seconds: Of all of it, with the device.
+        memory: The bytes that were held at most: on a GPU those of the allocator, else those of :func:`held_bytes`.
+    """
+
+    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    scale: float = 1.0
+    skipped: bool = False
+    seconds: float = 0.0
+    memory: int = 0
+
+
+def run_step(
+    box: Sandbox,
+    run: Callable[[nn.Module], Pass],
+    watches: Iterable[AbstractContextManager[Any]] = (),
+    *,
+    surrounds: bool = False,
+    updates: bool = True,
+    clip: GradientClip | None = None,
+    counts: bool = False,
+) -> Step:
+    """Run the forward pass, the backward pass and the optimizer's step of a copy. Syncs.
 
     Args:
-        model: Not wrapped.
+        box: The copy. Its gradients are cleared at the end.
+        run: Runs the forward pass of the copy, and returns what the backward pass begins with; nothing for none.
+        watches: Entered around the forward and backward passes.
+        surrounds: Whether the engine surrounds ``run``, as mmengine's wrapper does; with ``amp.initialize``, the model does it.
+        updates: Whether the optimizer steps, after clipping by ``clip``; gradients are not kept then.
+        counts: Whether to count memory, which takes time.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        # BatchNorm's kernels do not count as writes
-        for buffer, before in (each for each in buffers if not torch.equal(*each)):
-            buffer.detach().copy_(before)
+    found, engine, device = Step(), box.engine, module_device(box.model)
+    is_gpu = device.type == 'cuda'
+    if is_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    before_forward(engine, box.model)
+    with ExitStack() as stack:
+        for watch in watches:
+            stack.enter_context(watch)
+        with ExitStack() as forward:
+            saved = forward.enter_context(saved_bytes(box.model)) if counts else []
+            if surrounds:
+                forward.enter_context(forward_context(engine, box.model))
+            begin = run(box.model)
+        if begin:
+            _backward(box, begin, found, not updates)
+    if updates and begin and engine.optimizer is not None:
+        found.skipped = take_step(engine, clip).was_skipped()
+    if is_gpu:
+        torch.cuda.synchronize(device)
+    found.seconds = time.perf_counter() - began
+    if counts:
+        found.memory = torch.cuda.max_memory_allocated(device) if is_gpu else held_bytes(box.model, engine) + sum(saved)
+    if engine.optimizer is not None:
+        engine.zero_grad()
+    # autocast keeps its casts of weights until the outermost block ends, which is that around the copy
+    torch.clear_autocast_cache()
+    return found
 
 
-def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of modules that take gradients, each once."""
-    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    return list(found.values())
+def _backward(box: Sandbox, begin: Pass, found: Step, keeps: bool) -> None:
+    """Run a backward pass, and keep its gradients."""
+    engine, scaler = box.engine, box.engine.scales.scalers[0]
+    found.scale = 1.0 if scaler.is_one else scaler.get_scale()
+    if begin[0][1] is None:
+        backward(engine, begin[0][0])
+        at_hand = engine.gradients_at_hand() if keeps else []
+        found.gradients = {name: gradient for name, _, gradient, _ in at_hand}
+        found.scale = 1.0 if any(is_unscaled for *_, is_unscaled in at_hand) else found.scale
+    else:
+        torch.autograd.backward([each for each, _ in begin], [each for _, each in begin])
+        found.gradients = {name: p.grad for name, p in box.model.named_parameters() if p.grad is not None}
+        for parameter in box.model.parameters():
+            parameter.grad = None
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Return a loss as a scalar.
+
+    Raises:
+        AmpUsageError: It is no floating tensor of one element.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        given = f'a tensor of shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__
+        raise AmpUsageError(f'loss_fn gave {given}: it must give the loss, a floating tensor of one element.')
+    return loss.reshape(())
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """Count what a forward pass of a model keeps for the backward pass. Memory that is kept twice counts once.
+
+    Weights and buffers of the model do not count: they are there anyway. Casts of weights that autocast makes do.
+
+    Yields:
+        The bytes of each piece of memory that was kept so far.
+    """
+    found: list[int] = []
+    # nobody else may get this memory while it counts
+    kept = {storage_key(tensor): tensor.detach() for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if tensor.layout is torch.strided and key not in kept:
+            kept[key] = tensor.detach()
+            found.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+    kept.clear()
+
+
+def held_bytes(model: nn.Module, engine: Engine) -> int:
+    """Count the bytes of the weights and buffers of a model, their masters, the optimizer's state, and a gradient for each
+    weight that is trained. Memory that is shared counts once. No host read."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    if engine.optimizer is not None:
+        lists = engine.params.lists()
+        tensors += [*lists.parameters, *lists.copies]
+        tensors += [value for values in engine.optimizer.state.values() for value in values.values()]
+    sizes = {storage_key(each): each.untyped_storage().nbytes() for each in tensors if isinstance(each, Tensor)}
+    return sum(sizes.values()) + sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -1,45 +1,29 @@
-"""Trains copies of a model at a level, judges what they did beside FP32, and chooses a level."""
+"""Trains copies of a model at a level, and finds modules to keep in FP32 where it overflows."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..casting.modules import class_name, module_device
+from ..casting.modules import class_name
 from ..errors import AmpAttachError, AmpConfigError, AmpUsageError, one_line
 from ..policy import OptLevel, Policy
-from .first_bad import BadOp, FirstBad
-from .page import percent
-from .recorder import copied_batch
-from .sandbox import Sandbox, left_alone, sandbox
-from .step import Step, Task, check_loss, run_step
-from .watches import BACKWARD, is_bad
+from .sandbox import Sandbox, Step, Task, check_loss, run_step, sandbox
+from .watches import BACKWARD, BadOp, FirstBad, called, copied_batch, is_bad
 
 #: Steps whose time does not count.
 WARM_UP = 2
-#: Differences of time, memory and loss (of the first loss in FP32) that are none.
-TIE, LEAST_LOSS = 0.1, 0.05
-#: Errors of gradients: what never matters, the share of the difference of two batches that does not, what rules a level out.
-LEAST_ERROR, SHARE_OF_NOISE, MOST_ERROR = 0.05, 0.1, 0.5
-#: The share of a module's gradient, by its squares, that may become zero.
-MOST_VANISHED = 0.1
 #: By what a dynamic loss scale is divided until the first gradients are finite, and how often.
 BACKOFF, MOST_BACKOFFS = 2.0**4, 8
 #: Modules, or classes of modules, that are kept in FP32 at most, and skipped steps in a row at the end that are no accident.
 MOST_KEPT, MOST_SKIPPED = 8, 3
-#: Of levels that are as good as each other the first is taken: without a loss scale before with one.
-PREFERRED = ('O5', 'O2', 'O4', 'O1', 'O3', 'O0')
-_NO_GRADIENT = (
-    'the loss of loss_fn(model, batch) gives the model no gradient: it has to call the model that it is given, a copy of '
-    'yours, and not the one outside.'
-)
 
 
 @dataclasses.dataclass
@@ -50,16 +34,13 @@ class Tried:
         policy: With its overrides; None where there is none.
         keep_fp32: Modules that were kept beside those of the overrides.
         losses: Of each step; ``seconds`` are of those that count.
-        memory: Bytes by what they are for.
-        skips, last_skips: Skipped steps, and those in a row at the end.
+        memory: The bytes that a step held at most.
+        skips: Skipped steps, and falls of the loss scale before them.
         loss_scale: The last one; None without one.
         gradients: The first ones, unscaled, by name; float32.
-        noise: Of FP32, how far gradients of another batch are from the first ones.
-        first_loss: At the first weights; ``is_finite`` is whether it and the first gradients are at some loss scale.
-        overflow: Where what is not finite begins, if that is known.
+        overflow: Where what is not finite begins, if they or their loss are at no loss scale.
         reasons: Why it does not suit, each with its kind: 'cannot', 'hardware', 'forward', 'scale', 'vanished', 'gradients',
             'loss' or 'slow'.
-        remarks: What to know all the same; ``is_accurate`` is whether the error of its gradients means nothing.
         time, memory_ratio, loss_off: Of a step, its bytes and the last losses, beside FP32; None where that is not known.
         error: How far the gradients are from those of FP32: relative, the root mean square over the modules that own
             parameters, each at most 1. So small gradients count as much as large ones.
@@ -70,18 +51,12 @@ class Tried:
     keep_fp32: tuple[str, ...] = ()
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
-    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory: int = 0
     skips: int = 0
-    last_skips: int = 0
     loss_scale: float | None = None
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    noise: float = 0.0
-    first_loss: float = math.nan
-    is_finite: bool = True
     overflow: BadOp | None = None
     reasons: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    remarks: list[str] = dataclasses.field(default_factory=list)
-    is_accurate: bool = True
     time: float | None = None
     memory_ratio: float | None = None
     loss_off: float | None = None
@@ -90,12 +65,7 @@ class Tried:
     @property
     def is_known(self) -> bool:
         """Whether enough is known to judge: it failed, or one of its steps was timed."""
-        return bool(self.seconds or self.reasons or not self.is_finite)
-
-    @property
-    def suits(self) -> bool:
-        """Whether it may be recommended."""
-        return self.is_known and not self.reasons
+        return bool(self.seconds or self.reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +78,6 @@ class Training:
         batches: Step ``n`` takes number ``n`` modulo their number, and the random numbers of ``seed + n``.
         seed: As above.
         steps: Of each level.
-        tell: Called with words on what runs now.
     """
 
     task: Task
@@ -116,13 +85,22 @@ class Training:
     batches: Sequence[Any]
     seed: int
     steps: int
-    tell: Callable[[str], object]
 
     def try_level(self, tried: Tried) -> None:
         """Train a copy at a level, and note why that is not possible, where it is not. Syncs."""
+        if tried.policy is None:
+            return
+        policy = dataclasses.replace(tried.policy, keep_fp32=(*tried.policy.keep_fp32, *tried.keep_fp32))
+        begin = functools.partial(sandbox, self.task.model, policy, self.task.make_optimizer, self.task.attach)
         try:
-            if tried.policy is not None:
-                self.run(tried, self.steps)
+            with begin() as box:
+                is_finite = self._find_gradients(box, tried)
+                if is_finite:
+                    self._take_steps(box, tried)
+            if not is_finite:
+                # in a copy whose statistics no pass has spoilt
+                with begin() as box:
+                    self._find_overflow(box, tried)
         except torch.OutOfMemoryError:
             tried.reasons.append(('cannot', 'there is not enough memory'))
         except Exception as error:
@@ -132,203 +110,101 @@ class Training:
                 raise
             tried.reasons.append(('cannot', str(error) if is_ours else one_line(error)))
 
-    def run(self, tried: Tried, steps: int) -> None:
-        """Compute the first gradients of a copy at a level, and take some steps. ``tried`` has what is known at any moment."""
-        assert tried.policy is not None
-        policy = dataclasses.replace(tried.policy, keep_fp32=(*tried.policy.keep_fp32, *tried.keep_fp32))
-        name = ' '.join([tried.level, *tried.keep_fp32])
-        self.tell(f'{name}: first gradients')
-        with sandbox(self.task.model, policy, self.task.make_optimizer, self.task.attach) as box:
-            with left_alone(self.task.model):
-                tried.gradients = self.first_gradients(box, tried)
-            if tried.level == 'O0':
-                self._check(tried, tried.first_loss, 'the first loss')
-                if len(self.batches) > 1:
-                    tried.noise = distance(tried.gradients, self.first_gradients(box, Tried('O0'), batch=1))[0]
-            for step in range(steps if tried.is_finite else 0):
-                self.tell(f'{name}: step {step + 1} of {steps}')
-                done, loss = self.step(box, step, step, clip=self.task.clip, counts=not step)
-                tried.losses.append(float(loss))
-                tried.memory = tried.memory or done.memory
-                tried.skips += done.skipped
-                tried.last_skips = tried.last_skips + 1 if done.skipped else 0
-                if step >= WARM_UP and not done.skipped:
-                    tried.seconds.append(done.seconds)
-                self._check(tried, float(loss), f'the loss at step {step + 1}')
-                if tried.reasons:
-                    return
-            scaler = box.engine.scales.scalers[0]
-            tried.loss_scale = None if scaler.is_one else scaler.get_scale()
+    def _find_gradients(self, box: Sandbox, tried: Tried) -> bool:
+        """Find the gradients at the first weights, without a step. Dropout does nothing, and a dynamic loss scale falls.
 
-    def _check(self, tried: Tried, loss: float, what: str) -> None:
-        """Note a loss that is not finite.
-
-        Raises:
-            AmpUsageError: That of FP32, or one that does not depend on the model that ``loss_fn`` is given.
+        Returns:
+            Whether they and their loss are finite in the end.
         """
+        box.model.train()
+        for module in box.model.modules():
+            module.train(module.training and 'Drop' not in class_name(module))
+        scaler = box.engine.scales.scalers[0]
+        for _ in range(MOST_BACKOFFS if scaler.is_dynamic else 1):
+            done, loss = self._step(box, tried, 0, updates=False)
+            is_finite = not any(map(is_bad, [loss, *done.gradients.values()]))
+            if is_finite or is_bad(loss):
+                break
+            tried.skips += 1
+            scaler.current_scale.div_(BACKOFF)
+        tried.loss_scale = None if scaler.is_one else done.scale
+        tried.gradients = {name: g.detach().to_dense().float() / done.scale for name, g in done.gradients.items()}
         if not tried.gradients:
-            raise AmpUsageError(_NO_GRADIENT)
-        if not math.isfinite(loss):
-            if tried.level == 'O0':
-                text = f'{what} is {loss} in FP32: no level can mend that.'
-                raise AmpUsageError(f'{text} Look at the data, the weights and the learning rate first.')
-            tried.reasons.append(('loss', f'{what} was {loss}'))
+            raise AmpUsageError('the loss of loss_fn gives the model no gradient: it has to call the model given.')
+        box.model.train()
+        return is_finite
 
-    def step(self, box: Sandbox, number: int, batch: int, **words: Any) -> tuple[Step, Tensor]:
+    def _find_overflow(self, box: Sandbox, tried: Tried) -> None:
+        """Find where what is not finite begins."""
+        box.engine.scales.scalers[0].current_scale.fill_(tried.loss_scale or 1.0)
+        trace = FirstBad(box.model.train())
+        done, loss = self._step(box, tried, 0, updates=False, watches=[trace])
+        trace.modules.remove()
+        tried.overflow = trace.begin([loss]) or trace.begin(list(done.gradients.values()))
+        kind, what = 'scale', f'the first gradients are not finite at {scale_of(tried)}'
+        if (bad := tried.overflow) is not None:
+            if bad.phase != BACKWARD:
+                kind, what = 'forward', 'overflow in the forward pass'
+            what += f', in {called(self.task.model, bad.module)}: {bad.op} {bad.source}'.rstrip()
+        tried.reasons.append((kind, what))
+
+    def _take_steps(self, box: Sandbox, tried: Tried) -> None:
+        in_a_row = 0
+        for step in range(self.steps):
+            done, loss = self._step(box, tried, step, clip=self.task.clip, counts=not step)
+            tried.losses.append(float(loss))
+            tried.memory = tried.memory or done.memory
+            tried.skips += done.skipped
+            in_a_row = in_a_row + 1 if done.skipped else 0
+            if step >= WARM_UP and not done.skipped:
+                tried.seconds.append(done.seconds)
+            if is_bad(loss):
+                tried.reasons.append(('loss', f'the loss at step {step + 1} was {float(loss)}'))
+                return
+        scaler = box.engine.scales.scalers[0]
+        tried.loss_scale = None if scaler.is_one else scaler.get_scale()
+        if in_a_row >= MOST_SKIPPED:
+            tried.reasons.append(('scale', f'the last {in_a_row} steps were skipped, down to {scale_of(tried)}'))
+        elif scaler.is_dynamic and scaler.get_scale() < 1:
+            tried.reasons.append(('scale', f'gradients overflow even unscaled, down to {scale_of(tried)}'))
+
+    def _step(self, box: Sandbox, tried: Tried, number: int, **words: Any) -> tuple[Step, Tensor]:
         """Run one step of a copy; returns it and its loss."""
         losses: list[Tensor] = []
-        if not box.model.training:
-            box.model.train()
 
         def run(copied: nn.Module) -> list[tuple[Tensor, None]]:
             seed = (self.seed + number) % 2**32
             random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-            losses.append(check_loss(self.loss_fn(copied, copied_batch(self.batches[batch % len(self.batches)]))))
-            if not losses[0].requires_grad:
-                raise AmpUsageError(_NO_GRADIENT)
-            return [(losses[0], None)]
+            losses.append(check_loss(self.loss_fn(copied, copied_batch(self.batches[number % len(self.batches)]))))
+            if tried.level == 'O0' and is_bad(losses[0]):
+                text = f'the loss at step {number + 1} is {float(losses[0])} in FP32: no level can mend that.'
+                raise AmpUsageError(f'{text} Look at the data, the weights and the learning rate first.')
+            return [(losses[0], None)] if losses[0].requires_grad else []
 
         return run_step(box, run, surrounds=self.task.surrounds, **words), losses[0].detach()
 
-    def first_gradients(self, box: Sandbox, tried: Tried, batch: int = 0) -> dict[str, Tensor]:
-        """Return the gradients at the first weights, without a step. Dropout does nothing, and a dynamic loss scale falls."""
-        dropouts = [each for each in box.model.modules() if 'Drop' in class_name(each) and each.training]
-        for each in dropouts:
-            each.eval()
-        scaler, trace = box.engine.scales.scalers[0], None
-        for _ in range(MOST_BACKOFFS if scaler.is_dynamic else 1):
-            with left_alone(box.model):
-                done, loss = self.step(box, 0, batch, updates=False)
-            scaled = done.gradients
-            tried.first_loss, tried.loss_scale = float(loss), None if scaler.is_one else done.scale
-            tried.is_finite = not any(map(is_bad, [loss, *scaled.values()]))
-            if tried.is_finite or is_bad(loss):
-                break
-            tried.skips += 1
-            scaler.current_scale.div_(BACKOFF)
-        if not tried.is_finite:
-            trace = FirstBad(box.model)
-            with left_alone(box.model):
-                done, loss = self.step(box, 0, batch, updates=False, watches=[trace])
-            trace.remove()
-            tried.overflow = trace.begin([loss]) or trace.begin(list(done.gradients.values()))
-        for each in dropouts:
-            each.train()
-        return {name: gradient.detach().to_dense().float() / done.scale for name, gradient in scaled.items()}
+
+def scale_of(tried: Tried) -> str:
+    """Return the loss scale of a level in words."""
+    return 'no loss scale' if tried.loss_scale is None else f'a loss scale of {tried.loss_scale:g}'
 
 
-# -- judgement ---------------------------------------------------------------------------------------------------------
-
-
-def distance(exact: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[float, str, float]:
-    """Return the error of gradients, as :attr:`Tried.error`; and the module of whose gradient the largest part, by its squares,
-    became zero, and that part. Syncs."""
-    sums: dict[str, list[float]] = {}
-    for name, reference in exact.items():
-        a, b = reference.double(), other.get(name, torch.zeros_like(reference)).double()
-        found = torch.stack([(a - b).square().sum(), a.square().sum(), a[b == 0].square().sum()]).tolist()
-        owner = name.rpartition('.')[0]
-        sums[owner] = [x + y for x, y in zip(sums.get(owner, [0.0] * 3), found)]
-    known = {name: values for name, values in sums.items() if values[1] > 0}
-    errors = [min(off / size, 1.0) if math.isfinite(off) else 1.0 for off, size, _ in known.values()]
-    lost = {name: gone / size for name, (_, size, gone) in known.items()}
-    worst = max(lost, key=lambda name: lost[name], default='')
-    return math.sqrt(sum(errors) / max(len(errors), 1)), worst, lost.get(worst, 0.0)
-
-
-def judge(tried: Tried, fp32: Tried, prefer: str, model: nn.Module) -> None:
-    """Fill in ratios to FP32, reasons and remarks of a level.
-
-    Args:
-        tried: What it did.
-        fp32: What FP32 did.
-        prefer: 'speed' or 'memory'.
-        model: What was trained.
-    """
-    device, half = module_device(model), None if tried.policy is None else tried.policy.half_type
-    if tried.seconds and fp32.seconds:
-        # other programs make steps longer, never shorter
-        tried.time = float(np.quantile(tried.seconds, 0.25) / np.quantile(fp32.seconds, 0.25))
-    if tried.memory and fp32.memory:
-        kind = 'peak' if 'peak' in tried.memory else 'total'
-        tried.memory_ratio = tried.memory[kind] / fp32.memory[kind]
-    common = min(len(tried.losses), len(fp32.losses))
-    if common > WARM_UP:
-        # the mean of the last ones that both have
-        ends = [np.mean(each.losses[max(common - 3, WARM_UP) : common]) for each in (tried, fp32)]
-        tried.loss_off = float(abs(ends[0] - ends[1]))
-    if half is None or tried.reasons:
-        return
-    lost, share = '', 0.0
-    if tried.is_finite and fp32.gradients:
-        tried.error, lost, share = distance(fp32.gradients, tried.gradients)
-    error, off, slow, bad = tried.error or 0.0, tried.loss_off or 0.0, tried.time or 0.0, tried.overflow
-    is_forward = bad is not None and bad.phase != BACKWARD
-    place = (
-        '' if bad is None else f', in {_named(model, bad.module)}: {bad.op}{f" at {bad.source}" if bad.source else ""}'
-    )
-    scale = 'no loss scale' if tried.loss_scale is None else f'a loss scale of {tried.loss_scale:g}'
-    falls = tried.policy is not None and tried.policy.loss_scale.dynamic and (tried.loss_scale or 1.0) < 1
-    lacks = half is torch.bfloat16 and device.type == 'cuda' and not torch.cuda.is_bf16_supported(False)
-    is_lost, is_off = half is torch.float16 and share > MOST_VANISHED, off > LEAST_LOSS * abs(fp32.first_loss)
-    gradients = f'gradients are {percent(error)} off FP32'
-    time = f'a step takes {slow:.2g} times as long as in FP32 on this device ({device.type})'
-    reasons = [
-        ('hardware', f'{device} has no bfloat16 arithmetic', lacks),
-        ('forward', f'overflow in the forward pass{place}', not tried.is_finite and is_forward),
-        ('scale', f'the first gradients are not finite at {scale}{place}', not tried.is_finite and not is_forward),
-        ('scale', f'the last {tried.last_skips} steps were skipped, down to {scale}', tried.last_skips >= MOST_SKIPPED),
-        ('scale', f'the loss scale fell to {scale}: gradients overflow even unscaled', tried.is_finite and falls),
-        ('vanished', f'{percent(share)} of the gradient of {_named(model, lost)} becomes zero at {scale}', is_lost),
-        ('gradients', gradients, error > MOST_ERROR and not is_lost),
-        ('loss', f'after {common} steps the loss is {off:.3g} off that of FP32', is_off),
-        ('slow', time, slow > 1 + TIE and prefer == 'speed'),
-    ]
-    tried.reasons += [(kind, text) for kind, text, holds in reasons if holds]
-    tried.is_accurate = error <= max(LEAST_ERROR, SHARE_OF_NOISE * fp32.noise)
-    tried.remarks += [] if tried.is_accurate else [f'{gradients}: compare the accuracy']
-    tried.remarks += [time] if slow > 1 + TIE and prefer != 'speed' else []
-
-
-def _named(model: nn.Module, name: str) -> str:
-    return f"'{name}' ({class_name(model.get_submodule(name))})" if name else f'the model itself ({class_name(model)})'
-
-
-def choose(found: Sequence[Tried], prefer: str, allowed: Sequence[str]) -> Tried | None:
-    """Return the level to take: of those that suit, the one with the least time or memory. Among those within ten per cent of
-    it, those with accurate gradients come first, then those without ``keep_fp32``, then the first in :data:`PREFERRED`. O3 is
-    taken only where it alone was asked for, and O0 where nothing else suits, or saves a tenth. None where nothing is known."""
-    measured = [(each, each.time if prefer == 'speed' else each.memory_ratio) for each in found if each.suits]
-    fp32 = next((each for each, _ in measured if each.level == 'O0'), None)
-    # a few steps say nothing of the end of a training, when updates become too small for 16-bit weights
-    others = set(allowed) - ({'O0'} if set(allowed) == {'O3'} else {'O0', 'O3'})
-    most = 1 - TIE if 'O0' in allowed and fp32 is not None else math.inf
-    good = [(each, ratio or math.inf) for each, ratio in measured if each.level in others]
-    best = min((ratio for _, ratio in good if ratio <= most), default=0.0)
-    equal = [each for each, ratio in good if ratio <= min(best * (1 + TIE), most)]
-    return min(equal, key=lambda t: (not t.is_accurate, bool(t.keep_fp32), PREFERRED.index(t.level)), default=fp32)
-
-
-def keep_what_overflows(training: Training, tried: Tried, fp32: Tried) -> tuple[str, ...]:
-    """Find modules to keep in FP32 so that the first step is finite, and its gradients are those of FP32: where it overflows,
-    what is around that, and with the second module of a class all of that class. Returns nothing where no few ones do."""
+def keep_what_overflows(training: Training, tried: Tried) -> Tried | None:
+    """Try a level with modules in FP32 until its first step is finite: where it overflows in the forward pass, what is around
+    that, and with the second module of a class all of that class. Returns None where no few ones do."""
     names = {name: class_name(module) for name, module in training.task.model.named_modules()}
     keep: list[str] = []
-    while len(keep) < MOST_KEPT:
-        error, _, vanished = distance(fp32.gradients, tried.gradients)
-        is_good = tried.is_finite and error <= MOST_ERROR and vanished <= MOST_VANISHED
-        if is_good or (not tried.is_finite and (tried.overflow is None or tried.overflow.phase == BACKWARD)):
-            break
-        # of finite gradients that are wrong, the loss scale has fallen too far: for what is around the last one
-        name = keep[-1] if tried.overflow is None and keep else '' if tried.overflow is None else tried.overflow.module
+    while tried.overflow is not None and tried.overflow.phase != BACKWARD and len(keep) < MOST_KEPT:
+        name = tried.overflow.module
         while any(f'{name}.'.startswith(f'{kept}.') for kept in keep) or names.get(name) in keep:
             # what is kept gives back more than the type of the model has room for
             name = name.rpartition('.')[0]
         if not name:
-            return ()
+            return None
+        # what lies inside of another one is kept with it
+        keep = [kept for kept in keep if not kept.startswith(f'{name}.')]
         others = [kept for kept in keep if names.get(kept) != names[name]]
         keep = [*keep, name] if len(others) == len(keep) else [*others, names[name]]
         tried = Tried(tried.level, tried.policy, tuple(keep))
-        training.run(tried, steps=0)
-    # what lies inside of another one is kept with it
-    return tuple(each for each in keep if not any(each.startswith(f'{other}.') for other in keep)) if is_good else ()
+        training.try_level(tried)
+    return tried if keep and tried.overflow is None else None

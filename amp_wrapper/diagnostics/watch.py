@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compiler_internals import has_compiled
+from ..casting import region
+from ..casting.cast_module import Watcher
+from ..checkpoint import random_state
 from ..engine.engine import Engine, StepObserver
 from ..engine.flags import SKIP, LateRead, StepResult
 from ..errors import logger, one_line
 from ..policy.nested import HALF_TYPES
 from ..policy.options import Option, is_count
 from ..shards import is_sharded, local, rank
-from .overflow import Diagnosis, diagnose, judge_watched
+from .overflow import Diagnosis, diagnose
 from .page import finite
-from .recorder import Recorder, StepRecord
-from .replay import Replayer
+from .replay import MOST_CALLS, CallRecord, LossRecord, StepRecord
 from .sandbox import Attach
-from .watches import NonfiniteWatch, is_bad
+from .watches import is_bad, numbers
 
 #: Reports of one training.
 MOST_REPORTS = 10
 #: Skips in a row that a loss scale which falls may take without a report: 2**16 falls to 1 in so many.
 MOST_FALLS = 16
+#: Causes that such a scale mends, or may mend where a step cannot be run again.
+_FALLING = ('gradient_scale', 'not_reproduced', 'not_replayed')
 #: Elements that are measured at a time.
 _PIECE = 2**20
 #: Is given the iteration and numbers by name.
 Log = Callable[[int, dict[str, Any]], object]
 #: A block around each examination, which keeps what a copy of a model writes to other places from them.
 Around = Callable[[], AbstractContextManager[None]]
-#: What ``amp.monitor`` and ``AmpMonitorHook`` take alike, for :func:`~amp_wrapper.diagnostics.step.read_options`.
+#: What ``amp.monitor`` and ``AmpMonitorHook`` take alike, for :func:`~amp_wrapper.diagnostics.sandbox.read_options`.
 OPTIONS = {
     'interval': Option(None, (is_count, None), 'a whole number of steps, at least 1, or None'),
     'diagnose_overflow': Option(True, (True, False)),
@@ -48,7 +53,7 @@ class SkippedSteps(StepObserver):
 
     A step keeps references to the arguments of its forward calls and to the gradients at the outputs of the model, and the
     states of the random generators. On a GPU the flag of a step is read when the next one is due: the device is not waited for.
-    That a dynamic loss scale falls is no fault, and not reported: a step that would have been finite without a loss scale.
+    That a dynamic loss scale falls is no fault, and not reported.
 
     Args:
         models: Those whose parameters the engine steps, not wrapped.
@@ -64,28 +69,27 @@ class SkippedSteps(StepObserver):
         named = {f'models[{index}]' if len(models) > 1 else '': model for index, model in enumerate(models)}
         self._model = models[0] if len(models) == 1 else nn.ModuleDict(named)
         self._attach, self._publish, self._around = attach, publish, around
-        self._recorder: Recorder | None = Recorder(named)
+        self._record, self._depth = StepRecord(), threading.local()
+        self._watchers = [Watcher(partial(self._enter, name), self._leave).watch(named[name]) for name in named]
         self._pending: tuple[StepRecord, LateRead] | None = None
         self._reports_left = MOST_REPORTS
-        # in a row: for a fault, and since a dynamic loss scale falls
-        self._skips = self._falls = 0
-        # of the present row of skips; '' when a step is taken
-        self._explanation = ''
-        # where no copy of the model can be run
-        self._live: NonfiniteWatch | None = None
+        # in a row; why they were, which is '' when a step is taken
+        self._skips, self._explanation = 0, ''
 
     def close(self) -> None:
         """Record nothing any more."""
-        for watch in (self._recorder, self._live):
-            if watch is not None:
-                watch.remove()
-        self._recorder = self._live = self._pending = None
+        for watcher in self._watchers:
+            watcher.remove()
+        # they hold each other
+        self._watchers, self._record, self._pending = [], StepRecord(), None
 
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
-        """Record a loss that is about to be scaled."""
-        if self._recorder is not None:
-            self._read_flag(engine, wait=False)
-            self._recorder.see_loss(engine, loss, loss_id)
+        """Record a loss that is about to be scaled, for a backward pass."""
+        self._read_flag(engine, wait=False)
+        scale = engine.scales.pinned(loss_id)
+        made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
+        scale = None if scale is None else scale.clone()
+        self._record.losses.append(LossRecord(loss_id, loss.detach(), scale, made_by))
 
     def before_step(self, engine: Engine) -> None:
         """Read how the last step went: weights are still those of that step, so it can be run again now at the latest."""
@@ -93,18 +97,45 @@ class SkippedSteps(StepObserver):
 
     def after_step(self, engine: Engine, result: StepResult) -> None:
         """Look at a step that was taken or skipped, when its flag has reached the host."""
-        record = StepRecord() if self._recorder is None else self._recorder.next_step()
+        record, self._record = self._record, StepRecord()
         if result.skipped is not None or result.info is None:
             self._take(engine, record, bool(result.skipped))
-        elif record.calls or record.losses:
+        elif record.losses:
             self._pending = record, LateRead(result.info[SKIP : SKIP + 1].clone())
             self._read_flag(engine, wait=False)
 
     def explain_streak(self, engine: Engine) -> str:
         """Return the cause of a row of skips that is too long, found now where it is not known yet."""
-        if not self._explanation and self._recorder is not None:
-            self._report(engine, self._recorder.step, always=True)
+        if not self._explanation:
+            self._report(engine, self._record, always=True)
         return self._explanation
+
+    # -- what is recorded --------------------------------------------------------------------------------------------
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth.value = getattr(self._depth, 'value', 0) + 1
+        if self._depth.value == 1 and torch.is_grad_enabled():
+            # models change the dicts and lists that they are given
+            call = CallRecord(name, _same_tensors((args, kwargs)), random_state.capture(), region.is_open())
+            self._record.dropped += len(self._record.calls) == MOST_CALLS
+            self._record.calls[:] = [*self._record.calls[1 - MOST_CALLS :], call]
+
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        # an exception may have left others open
+        self._depth.value = max(getattr(self._depth, 'value', 0) - 1, 0)
+        if self._depth.value or not torch.is_grad_enabled() or not self._record.calls:
+            return
+        call, outputs = self._record.calls[-1], numbers(output)
+        if not any(tensor.requires_grad for tensor in outputs):
+            # such as a preprocessor: no gradient comes from it
+            self._record.calls.pop()
+        for place, tensor in enumerate(outputs):
+            # hooks of leaves would stay
+            if tensor.requires_grad and not tensor.is_leaf:
+                # it holds no engine, since scripts keep their losses
+                tensor.register_hook(partial(_keep, self._record, call, place))  # type: ignore[no-untyped-call]
+
+    # -- what is found out -------------------------------------------------------------------------------------------
 
     def _read_flag(self, engine: Engine, wait: bool) -> None:
         if self._pending is not None and (wait or self._pending[1].is_there):
@@ -113,81 +144,63 @@ class SkippedSteps(StepObserver):
 
     def _take(self, engine: Engine, record: StepRecord, skipped: bool) -> None:
         if skipped:
-            self._report(engine, record)
+            self._skips += 1
+            # ever fewer of a row
+            if record.losses and self._reports_left and self._skips & (self._skips - 1) == 0:
+                self._report(engine, record)
         else:
-            self._skips = self._falls = 0
-            self._explanation = ''
-            if self._live is not None:
-                self._live.forget()
+            self._skips, self._explanation = 0, ''
         record.clear()
 
     def _report(self, engine: Engine, record: StepRecord, always: bool = False) -> None:
-        """Say why a step was skipped, where that is due.
-
-        Args:
-            engine: Of the optimizer.
-            record: Of the step.
-            always: Whether it is due anyway.
-        """
+        """Say why a step was skipped, also where a dynamic loss scale may mend it by itself if that is asked for ``always``."""
         try:
             with self._around():
-                if not always and self._falls_by_itself(engine, record):
-                    self._falls += 1
+                found = diagnose(record, self._model, engine, self._attach)
+                if not always and found.cause in _FALLING and self._may_fall(engine, record):
                     return
-                self._skips += 1
-                # the first ones of a row, and then ever fewer
-                is_due = self._skips <= 3 or self._skips & (self._skips - 1) == 0
-                if not always and not (record.losses and self._reports_left and is_due):
-                    return
-                self._reports_left -= 1
-                found = self._find(engine, record)
+            # what could not be run again can never be
+            self._reports_left = 0 if found.cause == 'not_replayed' else self._reports_left - 1
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on
             logger.warning(f'amp: the skipped step could not be examined ({one_line(error)})')
             return
-        self._explanation = ' '.join(part for part in (found.text, found.advice, path and f'Report: {path}.') if part)
+        self._explanation = f'{found.text} Report: {path}.' if path else found.text
         if engine.policy.verbosity >= 1:
             name = f'{engine.label}: ' if engine.label else ''
             logger.warning(f'amp: {name}why a step was skipped: {self._explanation}')
 
-    def _falls_by_itself(self, engine: Engine, record: StepRecord) -> bool:
-        """Return whether a dynamic loss scale was too large for the step, which is finite without it. Syncs."""
-        can_fall = engine.scales.is_dynamic and record.scale > max(engine.policy.loss_scale.min_scale or 0.0, 1.0)
-        may_fall = can_fall and self._falls < MOST_FALLS and self._reports_left
-        if not may_fall or not record.losses or any(is_bad(loss.value) for loss in record.losses):
-            return False
-        # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale; what has
-        # gone through later calls says nothing
-        last = {number: call.gradients for call in record.calls for number in call.losses}
-        has_nan = any(bool(gradient.isnan().any()) for kept in last.values() for gradient in kept.values())
-        tried = Replayer(record, self._model, engine.policy, self._attach, has_nan).without_scale()
-        # of a step that cannot be run again nobody knows it before the scale has fallen
-        return tried.finite is not False
-
-    def _find(self, engine: Engine, record: StepRecord) -> Diagnosis:
-        if self._live is not None:
-            return judge_watched(self._live.take(), record, engine)
-        found = diagnose(record, self._model, engine, self._attach)
-        if not record.calls and not record.unseen and has_compiled():
-            # it would be the same each time
-            self._reports_left = 0
-        elif found.cause == 'not_replayed':
-            self._live = NonfiniteWatch(self._model, trains=True)
-            found.text += (
-                ' From now on its modules are watched while it trains: see the report of the next skipped step.'
-            )
-            self._reports_left += 1
-        return found
+    def _may_fall(self, engine: Engine, record: StepRecord) -> bool:
+        """Return whether the loss scale may fall until steps like this one are finite. Syncs."""
+        least = max(engine.policy.loss_scale.min_scale or 0.0, 1.0)
+        can_fall = engine.scales.is_dynamic and record.scale > least and self._skips < MOST_FALLS
+        return can_fall and not any(is_bad(loss.value) for loss in record.losses)
 
 
-class TrainingWatch(StepObserver):
+def _keep(step: StepRecord, call: CallRecord, place: int, gradient: Tensor) -> None:
+    """Keep the gradient of an output."""
+    # without a loss it is of one of other optimizers
+    if step.losses:
+        call.losses.add(len(step.losses) - 1)
+        known = call.gradients.get(place)
+        call.gradients[place] = gradient if known is None else known + gradient
+
+
+def _same_tensors(value: Any) -> Any:
+    """Return new lists, tuples and dicts, with the same things in them."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_same_tensors, value))
+    return {key: _same_tensors(item) for key, item in value.items()} if type(value) is dict else value
+
+
+class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
     """Examines the skipped steps of an optimizer, and measures some of its steps; made by :func:`amp_wrapper.amp.monitor`.
 
     The numbers of a step: ``amp_grad_subnormal``, the share of gradient elements other than zero that are below the normal
     range of float16, and ``amp_grad_peak``, the largest one in powers of two from the largest number of float16, both with the
-    loss scale and where the level computes in float16; ``amp_scale``; ``amp_skipped``, the steps that were skipped so far. They
-    are computed on the device, and read late.
+    loss scale and where the level computes in float16; ``amp_scale``, that of the step; ``amp_skipped``, the steps that were
+    skipped before it. They are computed on the device, and read late.
 
     Args:
         engine: Of the optimizer; None watches nothing.
@@ -219,11 +232,9 @@ class TrainingWatch(StepObserver):
         self.iteration = 0
         self._engine, self._logs, self._reports, self._name = engine, dict(logs), reports, name
         self._interval: int | None = options['interval']
-        self._facts: dict[str, Any] = {}
-        # iteration and facts of the last step: what is told of it comes late
-        self._last: tuple[int, dict[str, Any]] = 0, {}
+        # the iteration of the last step: what is told of it comes late
+        self._last = 0
         self._counts_steps, self._is_due = True, False
-        self._measured: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
         self._failed: set[str] = set()
         self._waiting: list[tuple[int, list[str], LateRead]] = []
@@ -234,14 +245,9 @@ class TrainingWatch(StepObserver):
             # the flag of the last step is read before this step has its iteration
             engine.observers += [self] if self._skipped is None else [self._skipped, self]
 
-    def begin(self, iteration: int, **facts: Any) -> None:
-        """Say which iteration comes. While gradients are accumulated, the next step that is taken is measured.
-
-        Args:
-            iteration: Counted from 1.
-            **facts: What else belongs to a report.
-        """
-        self.iteration, self._facts, self._counts_steps = iteration, facts, False
+    def begin(self, iteration: int) -> None:
+        """Say which iteration comes, from 1 on. While gradients are accumulated, the next step that is taken is measured."""
+        self.iteration, self._counts_steps = iteration, False
         self._is_due |= self._interval is not None and (iteration == 1 or iteration % self._interval == 0)
 
     def read(self) -> dict[str, float]:
@@ -260,30 +266,22 @@ class TrainingWatch(StepObserver):
         if skipped is not None:
             skipped.close()
 
-    def __enter__(self) -> TrainingWatch:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
     @torch.no_grad()
     def before_step(self, engine: Engine) -> None:
-        """Measure gradients, where the step is due."""
+        """Measure gradients, where the step is due, and hand on what has reached the host."""
         if self._counts_steps:
             self.begin(self.iteration + 1)
             self._counts_steps = True
-        self._last = self.iteration, self._facts
-        self._measured = _measure(engine) if self._is_due else {}
-
-    @torch.no_grad()
-    def after_step(self, engine: Engine, result: StepResult) -> None:
-        """Begin to read what was measured, and hand on what has reached the host."""
-        if self._is_due and not rank():
-            scale, skips = engine.scales.first.current_scale, engine.scales.steps.counts[1]
-            found = {**self._measured, 'amp_scale': scale, 'amp_skipped': skips}
-            row = torch.stack([each.to(engine.device).double() for each in found.values()])
-            self._waiting.append((self.iteration, list(found), LateRead(row)))
-        self._is_due, self._measured = False, {}
+        self._last = self.iteration
+        if self._is_due:
+            found = _measure(engine)
+            if not rank():
+                row = torch.stack([each.to(engine.device).double() for each in found.values()])
+                self._waiting.append((self.iteration, list(found), LateRead(row)))
+        self._is_due = False
         self._hand_on(wait=False)
 
     def _hand_on(self, wait: bool) -> None:
@@ -296,9 +294,7 @@ class TrainingWatch(StepObserver):
                     log(iteration, dict(self._latest))
                 except Exception as error:
                     if name not in self._failed:
-                        logger.warning(
-                            f'amp: {name} failed at step {iteration} ({one_line(error)}). The training goes on.'
-                        )
+                        logger.warning(f'amp: {name} failed at step {iteration} ({one_line(error)}), and goes on')
                     self._failed.add(name)
 
     def _publish(self, found: Diagnosis) -> str:
@@ -307,10 +303,8 @@ class TrainingWatch(StepObserver):
         # one report of a cause that is elsewhere is enough
         if self._reports is None or (rank() and found.cause == 'not_reproduced'):
             return ''
-        iteration, more = self._last
-        stem = '_'.join(filter(None, (f'iter_{iteration}', self._name, f'rank{rank()}' if rank() else '')))
-        facts = {'iteration': iteration, **more, 'rank': rank()}
-        page = found.page(**facts, **({'optimizer': self._name} if self._name else {}))
+        stem = '_'.join(filter(None, (f'iter_{self._last}', self._name, f'rank{rank()}' if rank() else '')))
+        page = found.page(iteration=self._last, rank=rank(), optimizer=self._name)
         try:
             return str(page.write(self._reports / 'amp_diagnosis', stem)[0])
         except OSError as error:
@@ -319,7 +313,7 @@ class TrainingWatch(StepObserver):
 
 
 def _measure(engine: Engine) -> dict[str, Tensor]:
-    """Return subnormal share and peak, scalars on the device of the gradients; nothing where none is float16."""
+    """Return the numbers of a step that is due, scalars: those of gradients where there are some in float16."""
     policy = engine.policy
     # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
     found = [
@@ -328,9 +322,10 @@ def _measure(engine: Engine) -> dict[str, Tensor]:
         if not gradient.is_sparse and (not policy.casts_model or weight.dtype in HALF_TYPES or is_sharded(weight))
     ]
     devices = {gradient.device for gradient, _ in found}
+    numbers = {'amp_scale': engine.scales.first.current_scale, 'amp_skipped': engine.scales.steps.counts[1]}
     if policy.half_type is not torch.float16 or len(devices) != 1:
-        return {}
-    scale, normal = engine.scales.first.current_scale.to(found[0][0].device), torch.finfo(torch.float16)
+        return numbers
+    scale, normal = numbers['amp_scale'].to(found[0][0].device), torch.finfo(torch.float16)
     counts, peak = scale.new_zeros(2, dtype=torch.float64), scale.new_zeros(1, dtype=torch.float64)
     for gradient, is_unscaled in found:
         for piece in torch.split(gradient.detach().reshape(-1), _PIECE) if gradient.numel() else ():
@@ -340,16 +335,15 @@ def _measure(engine: Engine) -> dict[str, Tensor]:
             peak = torch.maximum(peak, torch.where(known, sizes, 0.0).amax())
     below, known = engine.params.layout.exchange(counts)
     peak = engine.params.layout.exchange(peak, greatest=True)[0]
-    return {'amp_grad_subnormal': below / known, 'amp_grad_peak': torch.log2(peak / normal.max)}
+    return {**numbers, 'amp_grad_subnormal': below / known, 'amp_grad_peak': torch.log2(peak / normal.max)}
 
 
-class LinesFile:
-    """A log that writes lines of JSON to a file, which is made where it is missing."""
+def lines_to(path: Path) -> Log:
+    """Return a log that writes lines of JSON to the end of a file, which is made where it is missing."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, iteration: int, values: Mapping[str, Any]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open('a', encoding='utf-8') as file:
+    def write(iteration: int, values: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open('a', encoding='utf-8') as file:
             file.write(json.dumps(finite({'iteration': iteration, **values}), allow_nan=False) + '\n')
+
+    return write

@@ -16,7 +16,7 @@ from mmengine.registry import RUNNERS
 from ..checkpoint.file import replacing
 from ..diagnostics.page import Page
 from ..diagnostics.report import report_on
-from ..diagnostics.step import Task
+from ..diagnostics.sandbox import Task
 from ..diagnostics.suggest import suggest
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
@@ -184,7 +184,7 @@ def report(args: argparse.Namespace) -> None:
     policy = resolve(args.opt_level or built.policy.opt_level, **built.policy.overrides)
     run = functools.partial(built.loss_fn, batch=built.batches(1)[0])
     with seeded(built.config):
-        found = report_on(_task_of(built), run, True, policy, built.policy.overrides, args.config)
+        found = report_on(_task_of(built), run, policy, args.config)
     _show(found, args, args.depth)
 
 

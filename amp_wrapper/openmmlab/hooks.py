@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from ..casting import cast_module
 from ..casting.rule import Rule, rule_of
-from ..diagnostics.recorder import copied_batch
-from ..diagnostics.sandbox import Attach
-from ..diagnostics.step import read_options
+from ..diagnostics.sandbox import Attach, read_options
 from ..diagnostics.watch import OPTIONS, TrainingWatch
-from ..diagnostics.watches import NonfiniteWatch, named_tensors
+from ..diagnostics.watches import NonfiniteWatch, copied_batch, named_tensors
 from ..engine import Engine, detach
 from ..errors import NonfiniteError
 from ..policy import OptLevel, resolve
@@ -166,7 +164,7 @@ class AmpMonitorHook(Hook):
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Say which iteration comes, so that a resumed run measures the same ones."""
         for watch in self._watches:
-            watch.begin(runner.iter + 1, epoch=runner.epoch + 1)
+            watch.begin(runner.iter + 1)
 
     def after_train(self, runner: Any) -> None:
         """Watch no longer."""

@@ -137,7 +137,7 @@ def set_part(container: Any, key: Any, item: Any) -> None:
         object.__setattr__(container, key, item)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any, enter: EnterObject | None = None) -> list[Tensor]:
     """The tensors inside ``value``, in any nesting that :func:`map_tensors` enters, in order."""
     found: list[Tensor] = []
 
@@ -145,7 +145,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(collect, value)
+    map_tensors(collect, value, enter)
     return found
 
 

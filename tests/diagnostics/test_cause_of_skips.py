@@ -34,7 +34,6 @@ from planted_overflows import (
     train,
 )
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from amp_wrapper import Diagnosis, FusedSGD, amp
 
@@ -130,7 +129,7 @@ def test_weight_and_optimizer_state_that_are_nan(level: str) -> None:
     (found,) = examine(model, level, batches(3), optimizer=adam, before=nan_in_state)
     name = list(dict(model.named_parameters()))[3]
     assert found.cause == 'weight' and found.parameters == [name]
-    assert f'{name}: exp_avg' in found.text
+    assert 'the state of the optimizer is not finite' in found.text
     (found,) = examine(Deep(), level, batches(1), before=nan_in_weight)
     assert (found.cause, found.module, found.parameters) == ('weight', 'blocks.1.fc2', ['blocks.1.fc2.weight'])
 
@@ -276,9 +275,9 @@ class Odd(Deep):
 
 ODD: dict[str, tuple[str, list[str]]] = {
     'counts its calls': ('O2', ['not_reproduced']),
-    'gives an object': ('O2', ['not_replayed', 'input']),
+    'gives an object': ('O2', ['not_replayed']),
     # at O1 nothing casts the input first
-    'changes its input': ('O1', ['not_replayed', 'input']),
+    'changes its input': ('O1', ['not_replayed']),
     'empties its dict': ('O2', ['input', 'input']),
     # a tensor with a graph, of which Python makes no copy
     'keeps its output': ('O2', ['input', 'input']),
@@ -286,7 +285,7 @@ ODD: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize('what', ODD)
-def test_models_that_cannot_be_run_again_are_watched(what: str) -> None:
+def test_models_that_cannot_be_run_again_are_told_once(what: str) -> None:
     level, causes = ODD[what]
     if what == 'counts its calls':
         found = examine(Odd(what), level, batches(2), lambda loss: loss)
@@ -307,8 +306,8 @@ def test_method_that_is_replaced_on_one_module_is_run_or_the_copy_refused() -> N
 
 
 def test_evaluations_and_thrown_away_batches_are_not_blamed() -> None:
-    """Neither where the step is run again, nor where modules are watched."""
-    for what, causes in (('', ['loss', 'loss']), ('cannot be copied', ['not_replayed', 'not_replayed'])):
+    """Also where no copy of the model can be made, which is said once, with the reason."""
+    for what, causes in (('', ['loss', 'loss']), ('cannot be copied', ['not_replayed'])):
         factors = iter([torch.nan, 1.0, torch.nan])
 
         def between_steps(index: int, model: nn.Module, optimizer: Optimizer, what: str = what) -> None:
@@ -321,69 +320,37 @@ def test_evaluations_and_thrown_away_batches_are_not_blamed() -> None:
         loss_fn = lambda y, factors=factors: square(y) * next(factors)  # noqa: E731
         found = examine(Odd(what), 'O2', batches(3), loss_fn, before=between_steps)
         assert [each.cause for each in found] == causes
-
-
-class Parts(nn.Module):
-    """Called part by part, with an activation that writes to its input, so that no call can be run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
-        self.act, self.head = nn.ReLU(inplace=True), nn.Linear(8, 2)
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.act(self.stem(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
-
-
-#: What the model is given at the second and the third step, causes of the third, and words of its text.
-WATCHED: dict[str, tuple[Act, str, str]] = {
-    'nan': (nan_input, 'input', 'What the model was given holds NaN'),
-    'out of range': (lambda x: x * 0 + 3e6, 'not_replayed', 'is that of stem (ParametrizedLinear), after'),
-    'infinite': (lambda x: x * torch.inf, 'not_replayed', 'is that of stem (ParametrizedLinear), after'),
-    'within': (lambda x: x * 0 + 6e4, 'not_replayed', 'is that of stem (ParametrizedLinear), after'),
-}
-
-
-@pytest.mark.parametrize('given', WATCHED)
-def test_watched_modules_are_told_from_what_they_are_given(given: str) -> None:
-    # what other tests have compiled
-    counters.clear()
-    spoil, cause, text = WATCHED[given]
-    torch.manual_seed(0)
-    model: Any = Parts()
-    with torch.no_grad():
-        model.stem.parametrizations.weight.original0.fill_(9.0)
-    inputs = [spoil(x) if index else x for index, x in enumerate(batches(3))]
-    by_parts = lambda x: model.head(model.features(x))  # noqa: E731
-    first, second = examine(model, 'O2', inputs, call=by_parts, loss_scale=1.0)
-    assert first.cause == 'not_replayed' and second.cause == cause and text in second.text
+        assert ('copy.deepcopy(model) failed' in found[0].text) == bool(what)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
 
-INF = float('inf')
-#: What FP32 cannot do either, and what the diagnosis calls it.
+#: What FP32 cannot do either, and what the text says of it.
 ALWAYS: dict[str, tuple[Act, str]] = {
-    'log': (lambda x: torch.log(x * 0), 'The logarithm of zero'),
-    'log in place': (lambda x: (x * 0).log_(), 'The logarithm of zero'),
-    'log of less': (lambda x: (-1 - x.abs()).log2(), 'The logarithm of a negative number'),
-    'root': (lambda x: (x * 0 - 1).sqrt(), 'A root of a negative number'),
-    '0/0': (lambda x: (x * 0) / (x * 0), 'Division of zero by zero'),
-    '1/0': (lambda x: 1 / (x * 0), 'Division by zero'),
-    'x/0': (lambda x: (x * 0 + 1).div_(0), 'Division by zero'),
-    '0 to the -1': (lambda x: (x * 0) ** -1.5, 'Division by zero'),
-    '0*inf': (lambda x: x * 0 * torch.full_like(x, INF), '0 times infinity'),
-    'inf-inf': (lambda x: torch.full_like(x, INF) + x * 0 - torch.full_like(x, INF), 'Infinity minus infinity'),
-    'inf': (lambda x: x * 0 + INF, 'A number that is not finite'),
+    'log': (lambda x: torch.log(x * 0), 'aten.log made 48 of 48 elements infinite from finite numbers between 0 and 0'),
+    'log in place': (
+        lambda x: (x * 0).log_(),
+        'aten.log_ made 48 of 48 elements infinite from finite numbers between 0',
+    ),
+    'root': (
+        lambda x: (x * 0 - 1).sqrt(),
+        'aten.sqrt made 48 of 48 elements NaN from finite numbers between -1 and -1',
+    ),
+    'x/0': (
+        lambda x: (x * 0 + 1).div_(0),
+        'aten.div_ made 48 of 48 elements infinite from finite numbers between 1 and 1',
+    ),
+    'inf': (
+        lambda x: x * 0 + torch.inf,
+        'aten.add made 48 of 48 elements infinite from finite numbers between 0 and 0',
+    ),
+    '0*inf': (lambda x: x * 0 * torch.full_like(x, torch.inf), 'aten.mul made 48 of 48 elements NaN.'),
 }
 #: What float16 alone cannot do: numbers that are zero in it. No gradient goes through it, which would be out of range.
-IN_FLOAT16: dict[str, tuple[Act, str]] = {
-    'log of an eps': (lambda x: x + (x.detach() * 0 + 1e-8).log(), 'The logarithm of zero'),
-    '0 over an eps': (lambda x: x + x.detach() * 0 / (x.detach().abs() * 0 + 1e-8), 'Division of zero by zero'),
-    'root of an eps': (lambda x: x + (x.detach() * 0).add(1e-9).rsqrt() * 1e-3, 'Division by zero'),
+IN_FLOAT16: dict[str, Act] = {
+    'log of an eps': lambda x: x + (x.detach() * 0 + 1e-8).log(),
+    '0 over an eps': lambda x: x + x.detach() * 0 / (x.detach().abs() * 0 + 1e-8),
+    'root of an eps': lambda x: x + (x.detach() * 0).add(1e-9).rsqrt() * 1e-3,
 }
 
 
@@ -393,25 +360,21 @@ def between(act: Act, level: str, **options: Any) -> list[Diagnosis]:
     return examine(nn.Sequential(nn.Linear(4, 8), Fault(act), nn.Linear(8, 2)), level, batches(1), **options)
 
 
-def test_division_by_zero_and_the_like_are_called_so() -> None:
+def test_numbers_that_an_op_was_given_tell_a_division_by_zero() -> None:
     wrong = []
     for name, level in zip(2 * list(ALWAYS), cycle(['O1', 'O2', 'O3', 'O4', 'O5'])):
         act, words = ALWAYS[name]
         (found,) = between(act, level)
-        said = found.text.startswith(f'{words} in ') and 'no matter of precision' in found.text
-        if found.cause != 'forward_nan' or not said or 'overflow' in found.text:
+        if found.cause != 'forward_nan' or words not in found.text or 'no matter of precision' not in found.text:
             wrong.append((name, level, found.cause, found.text))
     assert wrong == []
 
 
 @pytest.mark.parametrize(('name', 'level'), list(zip(IN_FLOAT16, ['O1', 'O2', 'O3'])))
-def test_number_that_float16_rounds_to_zero_is_called_so(name: str, level: str) -> None:
-    act, words = IN_FLOAT16[name]
-    (found,) = between(act, level)
-    said = f'{found.text} {found.advice}'
-    assert found.text.startswith(f'{words} in float16') and 'a number too small for float16' in found.text
-    assert 'too large' not in said and 'overflow' not in said
-    assert "With keep_fp32=['1']" in found.advice and between(act, level, keep_fp32=['1']) == []
+def test_number_that_float16_rounds_to_zero_is_a_matter_of_range(name: str, level: str) -> None:
+    (found,) = between(IN_FLOAT16[name], level)
+    assert found.cause == 'forward_range' and 'between 0 and' in found.text and 'In FP32 the forward' in found.text
+    assert "With keep_fp32=['1']" in found.text and between(IN_FLOAT16[name], level, keep_fp32=['1']) == []
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2'])
@@ -442,21 +405,19 @@ def huge_loss(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ('act', 'level', 'cause', 'text'),
     [
-        (lambda x: (x * 0 + 15).exp() * 1e-3, 'O2', 'forward_range', 'float16 overflow in '),
-        (lambda x: torch.where(x > 0, x * 0 + 300, x * 0).pow(2) * 1e-3, 'O2', 'forward_range', 'float16 overflow in '),
-        (tiny_root, 'O2', 'gradient_16bit', 'Division by zero in float16 in the backward pass'),
-        (lambda x: (x * 0).sqrt(), 'O5', 'gradient_nan', 'Division by zero in bfloat16'),
-        (huge_loss, 'O5', 'loss', 'float32 overflow in '),
+        (lambda x: (x * 0 + 15).exp() * 1e-3, 'O2', 'forward_range', 'Infinity in float16 in the forward pass'),
+        (lambda x: torch.where(x > 0, x * 0 + 300, x * 0).pow(2) * 1e-3, 'O2', 'forward_range', 'between 0 and 300'),
+        (tiny_root, 'O2', 'gradient_range', 'in float16 in the backward pass'),
+        (lambda x: (x * 0).sqrt(), 'O5', 'gradient_nan', 'Infinity in bfloat16 in the backward pass (SqrtBackward0)'),
+        (huge_loss, 'O5', 'forward_nan', 'Infinity in float32 in '),
     ],
     ids=['an overflow', 'a square', 'backward in float16', 'backward', 'a loss'],
 )
-def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, level: str, cause: str, text: str) -> None:
+def test_type_and_pass_are_named(act: Act, level: str, cause: str, text: str) -> None:
     (found,) = between(act, level)
-    assert found.cause == cause and found.text.startswith(text)
-    if cause == 'forward_range':
-        assert {each.kind for each in found.remedies if each.finite} == {'keep_fp32', 'bfloat16'}
-    elif cause != 'loss':
-        assert 'too large' not in found.text
+    assert found.cause == cause and text in found.text
+    helps = {each.kind for each in found.remedies if each.finite}
+    assert {'keep_fp32', 'bfloat16'} <= helps if cause.endswith('range') else not helps
 
 
 def test_overflow_that_leaves_the_outputs_finite_is_that_of_the_forward_pass() -> None:
@@ -508,5 +469,5 @@ def test_functions_that_hold_parts_of_the_original_are_not_run(kind: str) -> Non
 
 def test_numbers_of_the_text_are_those_of_the_op() -> None:
     (found,) = between(lambda x: ScaleGradient.apply(x * 0 + 50.0, 1.0) * 2e3, 'O2')
-    assert 'aten.mul made 48 of 48 elements infinite from finite numbers up to 50' in found.text
-    assert "With opt_level='O5'" in found.advice
+    assert 'aten.mul made 48 of 48 elements infinite from finite numbers between 50 and 50' in found.text
+    assert "With opt_level='O5'" in found.text

@@ -115,12 +115,10 @@ def test_measured_numbers_and_skips_without_a_loss_scale(tmp_path: Path) -> None
     assert lines(subnormal) == [[(2, 0.25)]] and lines(peak) == [[(2, -3.0)]]
 
 
-def test_wide_losses_have_a_log_axis_and_long_ones_their_mean(tmp_path: Path) -> None:
+def test_wide_losses_have_a_log_axis(tmp_path: Path) -> None:
     for losses, axis in (([0.9, 0.9, 1e-5, 1e-5], 'log'), ([2.0, 1.0], 'linear'), ([1.0, 1.0, 0.0, 0.0], 'linear')):
         log = write(tmp_path / 'a.json', [{'iter': at, 'loss': loss} for at, loss in enumerate(losses, 1)])
         assert plot_runs([log]).axes[0].get_yscale() == axis
-    long = write(tmp_path / 'a.json', [{'iter': at, 'loss': at % 2} for at in range(300)])
-    assert all(0.4 < mean < 0.6 for _, mean in lines(plot_runs([long]).axes[0])[0])
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -179,7 +177,7 @@ def test_files_and_what_is_left_out(here: Path, capsys: pytest.CaptureFixture[st
     for words in ([], ['--out', 'new/a.svg'], ['--out', 'b.svg']):
         assert cli.main(['plot', 'work_dirs/cnn', *words]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == 'cnn: iterations 1 to 6, 3 steps skipped'
+    assert said[0] == 'work_dirs/cnn: iterations 1 to 6, 3 steps skipped'
     assert 'left out: ' in said[1] and 'amp_plot.png' in said and said[-1] == 'b.svg'
     assert (here / 'amp_plot.png').read_bytes().startswith(b'\x89PNG')
     text = (here / 'new/a.svg').read_text()
@@ -189,8 +187,11 @@ def test_files_and_what_is_left_out(here: Path, capsys: pytest.CaptureFixture[st
     options = '--out a/b.svg --from 2 --to 3 --panels scale --title T'.split()
     assert cli.main(['plot', 'work_dirs/cnn', *map(str, here.rglob('scalars.json')), *options]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(':')[0] for line in said[:2]] == ['work_dirs/cnn', 'cnn/20260101_000000']
-    assert said[0].endswith('iterations 2 to 3, 2 steps skipped') and said[2:] == ['a/b.svg']
+    assert (
+        said[0].startswith('work_dirs/cnn: ')
+        and said[0].endswith('iterations 2 to 3, 2 steps skipped')
+        and said[2:] == ['a/b.svg']
+    )
     text = (here / 'a/b.svg').read_text()
     assert '>T</text>' in text and 'Loss scale' in text and 'Gradient norm' not in text
 

@@ -83,7 +83,7 @@ def test_scale_that_cannot_fall_is_reported(level: str, static: bool) -> None:
     floor = {'loss_scale': {'init_scale': 2.0**24}, 'min_loss_scale': 2.0**24, 'max_loss_scale': None}
     causes, skips, _ = train(level, large_gradient, range(20), 20, **({'loss_scale': 2.0**24} if static else floor))
     assert skips == 20
-    assert causes == ['gradient_scale'] * 6
+    assert causes == ['gradient_scale'] * 5
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2'])
@@ -135,7 +135,7 @@ def test_page_and_json_have_the_diagnosis_and_load_nothing(tmp_path: Path) -> No
     model.blocks[1].place = Fault(lambda x: x * 1e5 * 1e5)
     (found,) = examine(model, 'O2', batches(1), lambda output: output.square().mean(), folder=tmp_path)
     assert [remedy.setting for remedy in found.remedies if remedy.forward_only]
-    assert 'its forward pass is finite; the loss, outside of the model, was not tried' in found.advice
+    assert 'its forward pass is finite; the loss, outside of the model, was not tried' in found.text
     data = json.loads((tmp_path / 'amp_diagnosis/iter_1.json').read_text())
     assert (data['cause'], data['module'], data['text']) == (found.cause, found.module, found.text)
     assert (data['iteration'], data['rank'], data['level'][:2], data['scales']) == (1, 0, 'O2', [65536.0])

@@ -90,17 +90,17 @@ def test_the_rank_with_the_fault_names_it(here: Here, level: str, fault: str) ->
 
 @pytest.mark.parametrize('way', ['function', 'group', 'op'])
 @on_ranks()
-def test_a_model_that_asks_other_ranks_is_watched_in_training(here: Here, way: str) -> None:
-    """It cannot be run again alone, so its modules are watched at the next step."""
+def test_a_model_that_asks_other_ranks_is_not_run_again(here: Here, way: str) -> None:
+    """It cannot be run alone, which is said once, and nobody waits."""
     found, _ = _train(here, 'O2', 'range', Asks(way))
-    assert found[0].cause == 'not_replayed' and 'reduce' in found[0].text
-    assert [each.module for each in found[1:]] == (['blocks.1.place'] if here.rank == 1 else [''])
+    (found,) = found
+    assert found.cause == 'not_replayed' and 'reduce' in found.text
 
 
 @pytest.mark.parametrize('level', ['O2', 'O5'])
 @on_ranks()
-def test_sharded_models_are_watched_in_training(here: Here, level: str) -> None:
-    """No copy of them can be made. Numbers are those of the whole model, and rank 0 gives them."""
+def test_numbers_of_sharded_models_are_those_of_the_whole(here: Here, level: str) -> None:
+    """Rank 0 gives them. No copy of such a model can be made, which is said once."""
     net: Any = _deep(here, nn.Identity())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     training = Door(here, net, optimizer, level, mesh=mesh_of(here))
@@ -113,11 +113,12 @@ def test_sharded_models_are_watched_in_training(here: Here, level: str) -> None:
             largest = max(float(each.full_tensor().abs().max()) for each in gradients) * training.scale
             training.step()
         numbers = watch.read()
+    told = [each.text for each in watch.diagnoses]
+    # the rank without the fault has a finite loss, and a scale that may fall
+    assert len(told) == (here.rank == 1 or level == 'O5') and all('the model is sharded' in text for text in told)
     if here.rank == 1:
-        assert [each.module for each in watch.diagnoses[1:]] == ['blocks.1.place']
         assert numbers == {}
     else:
-        assert not any(each.module for each in watch.diagnoses)
         assert numbers['amp_skipped'] == 2
         assert ('amp_grad_peak' in numbers) == (level == 'O2')
         assert level != 'O2' or numbers['amp_grad_peak'] == pytest.approx(math.log2(largest / 65504), rel=1e-5)

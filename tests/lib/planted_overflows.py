@@ -233,7 +233,7 @@ TABLE = [
     Planted('before an op outside torch', _HALF, 'forward_range', f'{DEEP}.0', act=in_range_of_fp32, phase='forward'),
     Planted('everything masked', ('O1', 'O2', 'O5'), 'forward_nan', act=all_masked, op='softmax', **_FORWARD),
     Planted('a mask beside it', _HALF, 'forward_range', act=partly_masked_and_huge, **_FORWARD),
-    Planted('loss in the model', ALL, 'loss', 'loss', loss=RatioLoss, phase='forward'),
+    Planted('loss in the model', ALL, 'forward_nan', 'loss', loss=RatioLoss, phase='forward'),
     Planted('loss outside', ALL, 'loss', loss_fn=lambda output: square(output) * torch.nan),
     Planted('gradient of a loss outside', ('O2', 'O5'), 'loss', loss_fn=lambda y: square(root_at_zero(y.float()))),
     Planted('gradient out of range', FLOAT16, 'gradient_range', act=huge_gradient, **_BACKWARD),
