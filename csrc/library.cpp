@@ -1,6 +1,7 @@
 // The ops: their schemas, and what they give where only shapes are asked for. Kernels for the CPU and for CUDA register in
 // cpu/ and cuda/. What each op computes is described in amp_wrapper/ops.
 
+#include <ATen/core/IListRef.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -29,7 +30,7 @@ constexpr const char* kSgd =
 constexpr const char* kNames[] = {"multi_tensor_scale",  "multi_tensor_axpby", "multi_tensor_isnonfinite",
                                   "multi_tensor_l2norm", "fused_adam",         "fused_sgd"};
 
-void check_without_memory(at::TensorList tensors) {
+void check_without_memory(at::ITensorListRef tensors) {
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK_VALUE(tensor.is_meta(), "A list has tensors on meta and on ", tensor.device(), ": all lie on one device.");
   }
@@ -39,12 +40,12 @@ void check_without_memory(at::TensorList tensors) {
 void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::size_t count = op.schema().arguments().size();
   for (const c10::IValue& argument : torch::jit::last(*stack, count)) {
-    if (argument.isTensorList()) check_without_memory(argument.toTensorVector());
+    if (argument.isTensorList()) check_without_memory(argument.toTensorList());
   }
   torch::jit::drop(*stack, count);
 }
 
-at::Tensor norm_without_memory(at::TensorList tensors, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
+at::Tensor norm_without_memory(const at::ITensorListRef& tensors, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
   check_without_memory(tensors);
   return at::empty({}, at::device(at::kMeta).dtype(at::kFloat));
 }
