@@ -5,6 +5,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+// functions that every version of Python has, found when the library is loaded
+extern "C" {
+__attribute__((weak)) int Py_IsInitialized();
+__attribute__((weak)) int PyGILState_Ensure();
+__attribute__((weak)) void PyGILState_Release(int state);
+}
+
 namespace {
 
 constexpr const char* kScale =
@@ -36,6 +43,20 @@ void check_without_memory(at::ITensorListRef tensors) {
   }
 }
 
+// Frees the lists of an op. It runs without Python's lock, and torch would take it anew for each tensor that nobody but Python
+// holds from then on; here it is taken once for all of them.
+void free_together(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  std::vector<c10::IValue> lists;
+  for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (argument.isTensorList()) lists.push_back(argument);
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  const bool has_python = PyGILState_Ensure != nullptr && Py_IsInitialized();
+  const int state = has_python ? PyGILState_Ensure() : 0;
+  lists.clear();
+  if (has_python) PyGILState_Release(state);
+}
+
 // An op that only writes to its arguments, for tensors without memory.
 void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::size_t count = op.schema().arguments().size();
@@ -45,7 +66,8 @@ void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, count);
 }
 
-at::Tensor norm_without_memory(const at::ITensorListRef& tensors, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
+at::Tensor norm_without_memory(const at::ITensorListRef& tensors, const std::optional<at::Tensor>&,
+                               const std::optional<at::Tensor>&) {
   check_without_memory(tensors);
   return at::empty({}, at::device(at::kMeta).dtype(at::kFloat));
 }
@@ -68,5 +90,5 @@ TORCH_LIBRARY_IMPL(amp_wrapper, Meta, library) {
 
 // The ops are not differentiable, and say so by not being asked.
 TORCH_LIBRARY_IMPL(amp_wrapper, Autograd, library) {
-  for (const char* name : kNames) library.impl(name, torch::CppFunction::makeFallthrough());
+  for (const char* name : kNames) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&free_together>());
 }

@@ -195,8 +195,8 @@ class Masters:
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
     def _state(self) -> tuple[list[int], ...]:
-        ours, theirs, read = self._weights, self._partners, attributes
-        return read.versions(ours), read.addresses(ours), read.versions(theirs), read.addresses(theirs)
+        ours, theirs, version, address = self._weights, self._partners, attributes.VERSION, Tensor.data_ptr
+        return [*map(version, ours)], [*map(address, ours)], [*map(version, theirs)], [*map(address, theirs)]
 
     def settle(self) -> None:
         """Weights and FP32 values agree now: what the optimizer has just written is no edit."""
@@ -231,7 +231,8 @@ class Masters:
         self.synchronise()
         if not self.masters:
             return
-        found = zip(self._weights, attributes.gradients(self._weights), attributes.gradients(self._partners))
+        read = attributes.GRADIENT
+        found = zip(self._weights, map(read, self._weights), map(read, self._partners))
         idle = [weight for weight, here, there in found if here is None and there is None]
         compared, self._is_new = self._weights if self._is_new else idle, False
         if compared:

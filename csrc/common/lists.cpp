@@ -48,8 +48,7 @@ Lists::Lists(c10::Device device, std::initializer_list<List> lists, OptionalTens
       TORCH_CHECK_VALUE(tensor.sizes() == partner.sizes(), first.name, "[", i, "] has shape ", partner.sizes(), " and ",
                         list.name, "[", i, "] ", tensor.sizes(), ".");
       TORCH_CHECK_VALUE(have_one_layout(partner, tensor), first.name, "[", i, "] has strides ", partner.strides(), " and ",
-                        list.name, "[", i, "] ", tensor.strides(),
-                        ": tensors without gaps, laid out alike, are expected.");
+                        list.name, "[", i, "] ", tensor.strides(), ": tensors without gaps, laid out alike, are expected.");
     }
   }
   count_version(flag);

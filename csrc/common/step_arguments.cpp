@@ -54,8 +54,8 @@ ScaleUpdate rule_of(at::ArrayRef<double> rule) {
 }  // namespace
 
 Update check_adam(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef exp_avgs,
-                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners, const at::Tensor& rows,
-                  const at::Tensor& decision) {
+                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners,
+                  const at::Tensor& rows, const at::Tensor& decision) {
   return check_update(type,
                       {{"grads", grads},
                        {"params", params, true},

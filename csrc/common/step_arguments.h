@@ -17,8 +17,8 @@ struct Update {
 };
 
 Update check_adam(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef exp_avgs,
-                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners, const at::Tensor& rows,
-                  const at::Tensor& decision);
+                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners,
+                  const at::Tensor& rows, const at::Tensor& decision);
 Update check_sgd(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef momentum_buffers,
                  at::ITensorListRef partners, const at::Tensor& rows, const at::Tensor& decision);
 

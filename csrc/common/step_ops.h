@@ -4,22 +4,20 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "python_lock.h"
 #include "step_arguments.h"
 
 namespace amp_wrapper {
 
-using TensorList = c10::List<at::Tensor>;
+using TensorList = const at::ITensorListRef&;
 
 // `Device` has its `kType`, and `decide`, `adam` and `sgd`, which compute.
 template <typename Device>
 void fused_adam(TensorList grads, TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-                TensorList steps, TensorList partners, const at::Tensor& decision,
-                const at::Tensor& hyper, const at::Tensor& groups, at::TensorList rates, at::IntArrayRef rated,
-                OptionalTensor found_inf, OptionalTensor learned, OptionalTensor norm, OptionalTensor scale,
-                OptionalTensor growth_tracker, OptionalTensor hysteresis_tracker, OptionalTensor counts,
-                at::ArrayRef<double> rule, std::optional<double> max_norm, std::optional<double> clip_value) {
-  const FreedAtOnce freed{&grads, &params, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &steps, &partners};
+                TensorList steps, TensorList partners, const at::Tensor& decision, const at::Tensor& hyper,
+                const at::Tensor& groups, at::TensorList rates, at::IntArrayRef rated, OptionalTensor found_inf,
+                OptionalTensor learned, OptionalTensor norm, OptionalTensor scale, OptionalTensor growth_tracker,
+                OptionalTensor hysteresis_tracker, OptionalTensor counts, at::ArrayRef<double> rule,
+                std::optional<double> max_norm, std::optional<double> clip_value) {
   const DecisionArguments arguments{steps,     decision, hyper,    groups,    rates,          rated,
                                     found_inf, learned,  norm,     scale,     growth_tracker, hysteresis_tracker,
                                     counts,    rule,     max_norm, clip_value};
@@ -37,9 +35,7 @@ void fused_sgd(TensorList grads, TensorList params, TensorList momentum_buffers,
                at::IntArrayRef rated, OptionalTensor found_inf, OptionalTensor learned, OptionalTensor norm,
                OptionalTensor scale, OptionalTensor growth_tracker, OptionalTensor hysteresis_tracker, OptionalTensor counts,
                at::ArrayRef<double> rule, std::optional<double> max_norm, std::optional<double> clip_value) {
-  const FreedAtOnce freed{&grads, &params, &momentum_buffers, &partners};
-  const TensorList steps;
-  const DecisionArguments arguments{steps,        decision, hyper,    groups,    rates,          rated,
+  const DecisionArguments arguments{{},        decision, hyper,    groups,    rates,          rated,
                                     found_inf, learned,  norm,     scale,     growth_tracker, hysteresis_tracker,
                                     counts,    rule,     max_norm, clip_value};
   const at::Tensor rows = at::empty({static_cast<std::int64_t>(params.size()), kRow}, decision.options());

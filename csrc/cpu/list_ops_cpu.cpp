@@ -52,7 +52,8 @@ bool streams(const Lists& lists) {
   return elements >= kElements;
 }
 
-void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale, OptionalTensor found_inf) {
+void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, sources, {&scale, &found_inf});
   const float factor = value_of(check_scalar("scale", scale, device));
   Flag flag(check_scalar("found_inf", found_inf, device));
@@ -63,7 +64,8 @@ void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorList
   });
 }
 
-void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b, OptionalTensor found_inf) {
+void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, xs, {&a, &b, &found_inf});
   const Axpby function{value_of(check_scalar("a", a, device)), value_of(check_scalar("b", b, device))};
   Flag flag(check_scalar("found_inf", found_inf, device));

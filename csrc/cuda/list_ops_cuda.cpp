@@ -7,7 +7,8 @@
 namespace amp_wrapper::cuda {
 namespace {
 
-void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale, OptionalTensor found_inf) {
+void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, sources, {&scale, &found_inf});
   const float* factor = check_scalar("scale", scale, device);
   float* flag = check_scalar("found_inf", found_inf, device);
@@ -17,7 +18,8 @@ void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorList
   C10_CUDA_CHECK(launch_scale(slots_of<2>(lists), tables.upload(), factor, flag, stream_of(device)));
 }
 
-void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b, OptionalTensor found_inf) {
+void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, xs, {&a, &b, &found_inf});
   const float* factor_a = check_scalar("a", a, device);
   const float* factor_b = check_scalar("b", b, device);
