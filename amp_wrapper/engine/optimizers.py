@@ -115,8 +115,10 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = [hook for hook in hooks_before_all_steps().values() if not hasattr(hook, 'sees_no_gradient')]
-    return bool(others or hooks_before_steps(optimizer))
+    for hook in hooks_before_all_steps().values():
+        if not hasattr(hook, 'sees_no_gradient'):
+            return True
+    return bool(hooks_before_steps(optimizer))
 
 
 @contextlib.contextmanager

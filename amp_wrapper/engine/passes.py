@@ -79,8 +79,9 @@ def scale(engine: Engine, loss: Tensor, loss_id: int = 0, together: Sequence[Eng
         AmpUsageError: No such loss.
     """
     scaler = engine.scales.of(loss_id)
-    for observer in [observer for each in (engine, *together) for observer in each.observers]:
-        observer.see_loss(engine, loss, loss_id)
+    for each in (engine, *together):
+        for observer in each.observers:
+            observer.see_loss(engine, loss, loss_id)
     return scaler.scale(loss, _scale_of(engine, loss_id) if engine.gradients.after_each_pass else None)
 
 

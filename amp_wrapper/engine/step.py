@@ -20,6 +20,7 @@ from ..errors import AmpUsageError, OverflowStreakError, some
 from ..ops.attributes import are_strided
 from ..optim.fused import FusedOptimizer, Update
 from .clipping import GradientClip
+from .ddp import has_several_processes
 from .engine import Engine
 from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
 from .gradients import nonfinite_names
@@ -56,7 +57,7 @@ def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None 
             that were both written to by others.
         OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
     """
-    optimizer = engine.optimizer
+    optimizer = engine.find_optimizer()
     assert optimizer is not None
 
     def run() -> None:
@@ -77,8 +78,8 @@ def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None 
         engine.is_accumulating = False
         return _finish(engine, [0, 0], norm)
     engine.params.before_step()
-    engine.ddp.start_alike()
     lists = engine.params.lists()
+    engine.ddp.start_alike()
     for observer in engine.observers:
         observer.before_step(engine)
     if isinstance(optimizer, FusedOptimizer) and (update := _gather(engine, optimizer, clip, lists)) is not None:
@@ -100,8 +101,9 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
     # an evaluation since the backward pass leaves gathered weights, which a step does not reach
     for group in engine.shard_groups:
         group.reshard()
-    if any(each.gradients.in_backward for each in (engine, *engine.others)):
-        raise AmpUsageError('step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.')
+    for each in (engine, *engine.others):
+        if each.gradients.in_backward:
+            raise AmpUsageError('step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.')
     if not params.have_fp32_values and engine.pairs_checked != fp32_values.pairs_made:
         if fp32_values.paired(params.parameters()):
             raise AmpUsageError(
@@ -132,7 +134,7 @@ def refuse_direct_steps(engine: Engine) -> None:
 
     def step(own_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         found = reference()
-        if found is not None and found.awaits_step and not found.in_own_step:
+        if found is not None and not found.in_own_step and found.awaits_step:
             raise AmpUsageError(
                 f'{kind}.step() beside the wrapper that holds it, whose gradients carry a scale or are not at masters yet: '
                 f'call optim_wrapper.step(). Steps in two parts, as those of SAM, train through amp.initialize.'
@@ -167,28 +169,31 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     if problem:
         return None
     gradients = engine.gradients.to_step(lists)
-    found = [grad for grad in gradients if grad is not None]
+    there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
     # torch's clipping leaves frozen weights out
-    frozen = (grad for weight, grad in zip(lists.weights, gradients) if not weight.requires_grad)
-    clips_frozen = clip is not None and any(grad is not None for grad in frozen)
-    fits = fuses and are_strided(found)
+    clips_frozen = clip is not None and not all([weight.requires_grad for weight, _ in there])
+    fits = fuses and are_strided([grad for _, grad in there])
     if is_split and not fits:
         raise AmpUsageError(
             f"master_weights='split': only the compiled ops step both halves (ops: {ops.backend()}), and not on "
             f'{engine.device}, with these options of {type(optimizer).__name__}, or with sparse gradients. Build them by '
             f'amp-wrapper build-ops where they are missing, or write master_weights=True.'
         )
-    if not is_split and (clips_frozen or not fits or not found):
+    if not is_split and (clips_frozen or not fits or not there):
         return None
-    return Update(gradients, lists.copies, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
+    partners = [p if copy is None else copy for p, copy in zip(lists.parameters, lists.copies)]
+    return Update(gradients, partners, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
 
 
 def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: Update, run: Run) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
     scales, monitor = engine.scales, engine.monitor
     waits = scales.check and monitor.must_wait
-    with optimizer.updating(update):
+    optimizer.update = update
+    try:
         run()
+    finally:
+        optimizer.update = None
     info = update.decision
     if info is None:
         raise AmpUsageError('parameters are not what the ops stepped before: nothing was changed, step once more.')
@@ -221,13 +226,14 @@ def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], foun
             words['norm'] = clip.norm(found, flag)
     elif flag is not None:
         ops.multi_tensor_isnonfinite(found, flag)
-    total = engine.agree(clip, power)
-    words |= {} if total is None else {'norm': total}
+    if power is not None or has_several_processes():
+        total = engine.agree(clip, power)
+        words |= {} if total is None else {'norm': total}
     if scales.check:
         words['found_inf'] = flags.skipped()
-        engine.settle_buffers(words['found_inf'])
         if not done:
             words['learned'] = flags.of(0)
+        engine.settle_buffers(words['found_inf'])
     return words
 
 
@@ -301,8 +307,9 @@ def _finish(engine: Engine, numbers: list[float] | None, norm: Tensor | None, in
         monitor.pass_unseen()
     elif monitor.record(int(numbers[0]), int(numbers[1]), engine.label):
         _raise_streak(engine, int(numbers[1]))
-    shows = {'grad_norm': norm is not None, 'loss_scale': scales.check and scales.is_dynamic, 'skips': scales.check}
-    shown = tuple(name for name, is_shown in shows.items() if is_shown)
+    shown: tuple[str, ...] = () if norm is None else ('grad_norm',)
+    if scales.check:
+        shown += ('loss_scale', 'skips') if scales.is_dynamic else ('skips',)
     if info is None and shown:
         info = info_of(norm, scales.first.current_scale, scales.steps.counts)
     return StepResult(skipped, info if shown else None, shown)

@@ -35,9 +35,9 @@ void fused_sgd(TensorList grads, TensorList params, TensorList momentum_buffers,
                at::IntArrayRef rated, OptionalTensor found_inf, OptionalTensor learned, OptionalTensor norm,
                OptionalTensor scale, OptionalTensor growth_tracker, OptionalTensor hysteresis_tracker, OptionalTensor counts,
                at::ArrayRef<double> rule, std::optional<double> max_norm, std::optional<double> clip_value) {
-  const DecisionArguments arguments{{},        decision, hyper,    groups,    rates,          rated,
-                                    found_inf, learned,  norm,     scale,     growth_tracker, hysteresis_tracker,
-                                    counts,    rule,     max_norm, clip_value};
+  const DecisionArguments arguments{at::TensorList(), decision, hyper,    groups,    rates,          rated,
+                                    found_inf,        learned,  norm,     scale,     growth_tracker, hysteresis_tracker,
+                                    counts,           rule,     max_norm, clip_value};
   const at::Tensor rows = at::empty({static_cast<std::int64_t>(params.size()), kRow}, decision.options());
   const Prologue prologue = check_prologue(arguments, Kind::kSgd, rows, Device::kType);
   const Update update = check_sgd(Device::kType, grads, params, momentum_buffers, partners, rows, decision);
