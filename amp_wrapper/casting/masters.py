@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -117,8 +118,8 @@ class Masters:
     def lists(self) -> StepLists:
         """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed."""
         trains = bool(self._frozen) and any(weight.requires_grad for weight in self._frozen.values())
-        lists = None if trains else self._lists
-        if lists is None or not attributes.same(self.parameters(), lists.parameters):
+        lists, now = None if trains else self._lists, self.parameters()
+        if lists is None or len(now) != len(lists.parameters) or not all(map(operator.is_, now, lists.parameters)):
             self.adopt()
             lists = self._lists = StepLists(self)
             self.layout = Layout(lists.weights)

@@ -95,7 +95,7 @@ class Engine:
         kept: The modules that the cast keeps in FP32, by id, with the reasons.
         names: The qualified names of the model's parameters, by id.
         label, observers: What log lines call this engine, where there are several; what watches its steps.
-        in_own_step: Whether the optimizer's own ``step`` runs.
+        in_own_step, has_ranks: Whether the optimizer's own ``step`` runs; whether the last step was one of several processes.
         pending: Read from a checkpoint before there was a model to put it into.
         pairs_checked: How many pairs of weight and master there were in the process when a step last looked for late ones.
     """
@@ -112,7 +112,7 @@ class Engine:
         self.monitor = SkipMonitor(policy, self.scales.describe)
         self.kept: Mapping[int, kept.Kept] = {}
         self.pending: SavedAmp | None = None
-        self.in_own_step = False
+        self.in_own_step = self.has_ranks = False
         self.pairs_checked = -1
         # no method of its own, which would be a cycle
         kept = functools.partial(operator.itemgetter(0), (optimizer,))

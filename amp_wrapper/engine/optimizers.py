@@ -18,7 +18,7 @@ from ..compiler_internals import untraced
 from ..errors import AmpAttachError, AmpConfigError
 from ..optim.fused import FusedOptimizer
 from ..policy.nested import parameters_of
-from ..torch_internals import hooks_before_all_steps, hooks_before_steps, is_zero, overlaps_with_ddp
+from ..torch_internals import is_zero, overlaps_with_ddp
 
 # -- which are taken ---------------------------------------------------------------------------------------------------
 
@@ -111,14 +111,6 @@ def takes_flag(optimizer: Optimizer) -> bool:
     if not reads or isinstance(optimizer, FusedOptimizer):
         return reads
     return not isinstance(optimizer, SGD) and all(group.get('fused', True) for group in optimizer.param_groups)
-
-
-def has_pre_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    for hook in hooks_before_all_steps().values():
-        if not hasattr(hook, 'sees_no_gradient'):
-            return True
-    return bool(hooks_before_steps(optimizer))
 
 
 @contextlib.contextmanager

@@ -19,12 +19,13 @@ from ..compiler_internals import untraced
 from ..errors import AmpUsageError, OverflowStreakError, some
 from ..ops.attributes import are_strided
 from ..optim.fused import FusedOptimizer, Update
+from ..torch_internals import hooks_before_step
 from .clipping import GradientClip
 from .ddp import has_several_processes
 from .engine import Engine
 from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
 from .gradients import nonfinite_names
-from .optimizers import flagged, has_pre_hooks, inside, put_in_front, takes_flag
+from .optimizers import flagged, inside, put_in_front, takes_flag
 
 #: Calls the optimizer's own ``step``.
 Run = Callable[[], None]
@@ -79,7 +80,9 @@ def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None 
         return _finish(engine, [0, 0], norm)
     engine.params.before_step()
     lists = engine.params.lists()
-    engine.ddp.start_alike()
+    engine.has_ranks = has_several_processes()
+    if engine.has_ranks:
+        engine.ddp.start_alike()
     for observer in engine.observers:
         observer.before_step(engine)
     if isinstance(optimizer, FusedOptimizer) and (update := _gather(engine, optimizer, clip, lists)) is not None:
@@ -103,7 +106,9 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
         group.reshard()
     for each in (engine, *engine.others):
         if each.gradients.in_backward:
-            raise AmpUsageError('step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.')
+            raise AmpUsageError(
+                'step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.'
+            )
     if not params.have_fp32_values and engine.pairs_checked != fp32_values.pairs_made:
         if fp32_values.paired(params.parameters()):
             raise AmpUsageError(
@@ -158,37 +163,41 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     if not is_split and not (fuses and engine.policy.enabled):
         return None
     problem = '' if clip is None else clip.not_fused
-    if has_pre_hooks(optimizer):
-        problem = (
-            "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled 16-bit "
-            'gradients, and what they write would come too late. Remove the hooks, or use master_weights=True.'
-        )
+    for hook in hooks_before_step(optimizer):
+        # it wants to see gradients where the optimizer looks for them, unscaled
+        if not hasattr(hook, 'sees_no_gradient'):
+            problem = (
+                "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
+                '16-bit gradients, and what they write would come too late. Remove the hooks, or use master_weights=True.'
+            )
     # nothing else can step split masters: what the fused step cannot do is refused
     if is_split and problem:
         raise AmpUsageError(problem)
     if problem:
         return None
     gradients = engine.gradients.to_step(lists)
-    there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
-    # torch's clipping leaves frozen weights out
-    clips_frozen = clip is not None and not all([weight.requires_grad for weight, _ in there])
-    fits = fuses and are_strided([grad for _, grad in there])
+    found, clips_frozen = list[Tensor](), False
+    for weight, grad in zip(lists.weights, gradients):
+        if grad is not None:
+            found.append(grad)
+            # torch's clipping leaves frozen weights out
+            clips_frozen |= clip is not None and not weight.requires_grad
+    fits = fuses and are_strided(found)
     if is_split and not fits:
         raise AmpUsageError(
             f"master_weights='split': only the compiled ops step both halves (ops: {ops.backend()}), and not on "
             f'{engine.device}, with these options of {type(optimizer).__name__}, or with sparse gradients. Build them by '
             f'amp-wrapper build-ops where they are missing, or write master_weights=True.'
         )
-    if not is_split and (clips_frozen or not fits or not there):
+    if not is_split and (clips_frozen or not fits or not found):
         return None
-    partners = [p if copy is None else copy for p, copy in zip(lists.parameters, lists.copies)]
-    return Update(gradients, partners, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
+    decide = functools.partial(_decide, engine, clip, gradients)
+    return Update(lists.parameters, gradients, lists.copies, decide, engine.params.settle)
 
 
 def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: Update, run: Run) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
-    scales, monitor = engine.scales, engine.monitor
-    waits = scales.check and monitor.must_wait
+    scales = engine.scales
     optimizer.update = update
     try:
         run()
@@ -203,6 +212,7 @@ def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: U
         info[LOSS_SCALE] = scales.first.current_scale
     else:
         engine.flags.clear()
+    waits = scales.check and engine.monitor.must_wait
     numbers = info[SKIPS : STREAK + 1].tolist() if waits else None
     return _finish(engine, numbers, None if clip is None or clip.kind == 'value' else info[GRAD_NORM], info)
 
@@ -212,7 +222,7 @@ def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], foun
     scales, flags, layout = engine.scales, engine.flags, engine.params.layout
     # unscaled after each backward pass, and checked there
     done = engine.gradients.after_each_pass
-    flag = flags.of(0) if scales.check and not done else None
+    flag = torch.zeros((), dtype=torch.float32, device=engine.device) if scales.check and not done else None
     words: dict[str, Any] = {'counts': scales.steps.counts} if scales.check else {}
     if not done:
         words |= scales.first.step_arguments(flags.used[0])
@@ -226,7 +236,9 @@ def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], foun
             words['norm'] = clip.norm(found, flag)
     elif flag is not None:
         ops.multi_tensor_isnonfinite(found, flag)
-    if power is not None or has_several_processes():
+    if flag is not None:
+        flags.add(flag, 0)
+    if power is not None or engine.has_ranks:
         total = engine.agree(clip, power)
         words |= {} if total is None else {'norm': total}
     if scales.check:
@@ -304,7 +316,7 @@ def _finish(engine: Engine, numbers: list[float] | None, norm: Tensor | None, in
     if not scales.check:
         skipped = False
     elif numbers is None:
-        monitor.pass_unseen()
+        monitor.unseen += 1
     elif monitor.record(int(numbers[0]), int(numbers[1]), engine.label):
         _raise_streak(engine, int(numbers[1]))
     shown: tuple[str, ...] = () if norm is None else ('grad_norm',)

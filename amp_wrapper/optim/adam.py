@@ -24,12 +24,9 @@ class _AdamSteps(FusedOptimizer):
     _in_groups = ('lr', 'betas', 'eps', 'weight_decay')
     _in_state = ('step', 'exp_avg', 'exp_avg_sq')
     _moments = ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq')
-    _in_all_or_none = 'amsgrad'
     _op, _order = staticmethod(ops.fused_adam), (*_moments, 'step')
+    _option, _without_option = 'amsgrad', _in_state
     _decoupled = False
-
-    def _names(self) -> tuple[str, ...]:
-        return (*self._in_state, 'max_exp_avg_sq') if self.param_groups[0]['amsgrad'] else self._in_state
 
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
         is_decoupled = bool(group.get('decoupled_weight_decay', self._decoupled))

@@ -37,17 +37,18 @@ class Update:
     """How one fused step is scaled, clipped, decided and copied; see :attr:`FusedOptimizer.update`.
 
     Attributes:
-        gradients: The scaled gradient of each parameter of all groups, in their order, wherever it lies; None for none. Dense.
-        partners: What is written beside each: the 16-bit copy of a float32 one, the int16 remainder of a 16-bit one, or the
-            parameter itself for none; empty where no parameter has any.
+        parameters: Those of all groups, in their order.
+        gradients: The scaled gradient of each, wherever it lies; None for none. Dense.
+        partners: What stands beside each: the 16-bit copy of a float32 one, the int16 remainder of a 16-bit one, or None.
         decide: Called once with the gradients that are there, of sharded ones this rank's part, before anything is written.
             Returns keyword arguments of :func:`amp_wrapper.ops.fused_adam`: ``found_inf``, ``norm``, ``scale`` and the like.
         written: Called once everything is written, before the optimizer's post-hooks, which may write more.
         decision: Set by ``step()``: float32 (8,) on the device, see :data:`amp_wrapper.ops.DECISION`.
     """
 
-    gradients: list[Tensor | None]
-    partners: list[Tensor]
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    partners: Sequence[Tensor | None]
     decide: Callable[[list[Tensor]], Mapping[str, Any]]
     written: Callable[[], None]
     decision: Tensor | None = None
@@ -64,11 +65,11 @@ class FusedOptimizer(Optimizer):
 
     #: The class of ``torch.optim`` that is extended.
     _torch: ClassVar[type[Optimizer]]
-    #: The option that all groups have or none has, in a step of the compiled ops.
-    _in_all_or_none: ClassVar[str]
-    #: The op, and the order in which it takes the state.
+    #: The op, the order in which it takes the state, the option that all groups have or none has, and the state without it.
     _op: ClassVar[Callable[..., None]]
     _order: ClassVar[tuple[str, ...]]
+    _option: ClassVar[str]
+    _without_option: ClassVar[tuple[str, ...]] = ()
     #: What a group of a saved state dict has to have, and the state of a parameter, where there is any.
     _in_groups: ClassVar[tuple[str, ...]]
     _in_state: ClassVar[tuple[str, ...]] = ()
@@ -91,16 +92,16 @@ class FusedOptimizer(Optimizer):
     # -- what the classes differ in ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _names(self) -> tuple[str, ...]:
-        """Return the state that each parameter needs for a fused step."""
-
-    @abstractmethod
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
         """Return the hyper-parameters of a group after lr, in the order of the ops."""
 
+    def _names(self) -> tuple[str, ...]:
+        """Return the state that each parameter needs for a fused step."""
+        return self._order if self.param_groups[0][self._option] else self._without_option
+
     def _knows(self, group: Mapping[str, Any]) -> bool:
         """Return whether fused steps, ours and torch's, know all options of a group."""
-        option = self._in_all_or_none
+        option = self._option
         return not group['differentiable'] and bool(group[option]) == bool(self.param_groups[0][option])
 
     def _begin(self, group: Mapping[str, Any]) -> None:
@@ -185,12 +186,14 @@ class FusedOptimizer(Optimizer):
             return self._step_eagerly(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
         with torch.no_grad():
-            params, update = parameters_of(self), self.update
+            update = self.update
             if update is not None:
-                update.decision = self._step_fused(params, update.gradients, update.partners, update.decide)
+                lists = update.parameters, update.gradients, update.partners
+                update.decision = self._step_fused(*lists, update.decide)
                 update.written()
-            elif params and (not self.fuses or self._step_fused(params, gradients(params)) is None):
-                self._step_by_torch(params)
+            elif params := parameters_of(self):
+                if not self.fuses or self._step_fused(params, gradients(params)) is None:
+                    self._step_by_torch(params)
         return loss
 
     @untraced
@@ -199,7 +202,7 @@ class FusedOptimizer(Optimizer):
 
     def _step_fused(
         self,
-        params: list[Any],
+        params: Sequence[Any],
         grads: Sequence[Any],
         partners: Sequence[Any] = (),
         decide: Callable[[list[Tensor]], Mapping[str, Any]] | None = None,
@@ -214,11 +217,15 @@ class FusedOptimizer(Optimizer):
             partners = [partners[place] for place in chosen] if partners else ()
             rows = array('q', [rows[place] for place in chosen])
         is_sharded = any_sharded(params)
-        hyper, rates, rated = self._hyper_parameters(device)
-        here, found, beside, columns = params, grads, partners, self._columns(params, is_sharded)
+        here, found, columns = params, grads, self._columns(params, is_sharded)
+        beside = [p if partner is None else partner for p, partner in zip(params, partners)]
         if is_sharded:
-            here, found = local(params), local_like(grads, params, 'gradients')
-            beside = local_like(partners, params, 'copies') if partners else ()
+            here, found, beside = (
+                local(params),
+                local_like(grads, params, 'gradients'),
+                local_like(beside, params, 'copies'),
+            )
+        hyper, rates, rated = self._hyper_parameters(device)
         given = self._scaling(device) if decide is None else decide(found)
         decision = torch.empty(ops.DECISION, device=device)
         table = torch.frombuffer(rows, dtype=torch.int64) if rows else torch.zeros(0, dtype=torch.int64)
@@ -245,7 +252,7 @@ class FusedOptimizer(Optimizer):
         self._places = None
         return decision
 
-    def _columns(self, params: list[Any], is_sharded: bool) -> list[list[Tensor]]:
+    def _columns(self, params: Sequence[Any], is_sharded: bool) -> list[list[Tensor]]:
         """Return the state of parameters, a list for each of :attr:`_order`; of sharded state this rank's part.
 
         What is missing is begun. A state that the options do not need has an empty list.
@@ -256,11 +263,10 @@ class FusedOptimizer(Optimizer):
         try:
             for name in self._order:
                 values = [*map(operator.itemgetter(name), states)] if name in names else []
-                is_whole = name == 'step' or not is_sharded
-                columns.append(values if is_whole else local_like(values, params if values else [], name))
+                columns.append(local_like(values, params, name) if values and is_sharded and name != 'step' else values)
         except KeyError:
             for parameter, state in zip(params, states):
-                for name in [name for name in names if name not in state]:
+                for name in [name for name in ('step', *self._moments) if name in names and name not in state]:
                     zeros = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
                     state[name] = count_of(0.0, parameter) if name == 'step' else zeros
             return self._columns(params, is_sharded)

@@ -49,11 +49,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     _torch = torch.optim.SGD
     _in_groups = ('lr', 'momentum', 'dampening', 'weight_decay')
     _moments = _order = ('momentum_buffer',)
-    _in_all_or_none = 'momentum'
-    _op = staticmethod(ops.fused_sgd)
-
-    def _names(self) -> tuple[str, ...]:
-        return self._moments if self.param_groups[0]['momentum'] != 0 else ()
+    _op, _option = staticmethod(ops.fused_sgd), 'momentum'
 
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
         return [group['momentum'], 0, bool(group['nesterov']), group['weight_decay'], bool(group['maximize']), 0]
