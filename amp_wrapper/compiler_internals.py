@@ -105,7 +105,7 @@ def untraced(function: _Function) -> _Function:
         function: A function or method.
     """
     if VERSION < (2, 13):
-        return torch._disable_dynamo(function)  # type: ignore[attr-defined, no-any-return]
+        return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
     cast(Any, function)._torchdynamo_disable = True
     never_compiled(function, with_callees=True)
     return function

@@ -70,8 +70,7 @@ class Masters:
         kind: Literal['none', 'whole', 'split'] = 'none',
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._find_optimizer = find_optimizer
-        self.kind = kind
+        self._find_optimizer, self.kind = find_optimizer, kind
         self.have_fp32_values = kind != 'none'
         self.behind_masters: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
@@ -232,8 +231,7 @@ class Masters:
         self.synchronise()
         if not self.masters:
             return
-        read = attributes.GRADIENT
-        found = zip(self._weights, map(read, self._weights), map(read, self._partners))
+        found = zip(self._weights, map(attributes.GRADIENT, self._weights), map(attributes.GRADIENT, self._partners))
         idle = [weight for weight, here, there in found if here is None and there is None]
         compared, self._is_new = self._weights if self._is_new else idle, False
         if compared:

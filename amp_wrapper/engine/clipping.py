@@ -71,11 +71,6 @@ class GradientClip:
         return cls(kind, words)
 
     @property
-    def raises_on_nonfinite(self) -> bool:
-        """Whether a non-finite norm is an error."""
-        return bool(self.arguments.get('error_if_nonfinite', False))
-
-    @property
     def norm_type(self) -> float:
         """The order of the norm; infinite for the greatest magnitude."""
         return float(self.arguments.get('norm_type', 2.0))

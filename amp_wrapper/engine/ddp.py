@@ -141,8 +141,6 @@ class Ddp:
 
         Collective: each rank calls it, in its first step with such a DDP.
         """
-        if not self._models and self._alike == len(self.ddps):
-            return
         models, self._models = [model() for model in self._models], []
         self._add(_ddps_in(filter(None, models)))
         for ddp in self.ddps[self._alike :]:

@@ -287,10 +287,7 @@ class Engine:
 
         Those of all models of the training: losses may have gone through each.
         """
-        snapshots = [*self.snapshots]
-        for each in self.others:
-            snapshots += each.snapshots
-        for snapshot in dict.fromkeys(snapshots):
+        for snapshot in dict.fromkeys(snapshot for each in (self, *self.others) for snapshot in each.snapshots):
             snapshot.settle(flag)
 
     def review(self, infos: Iterable[Sequence[float]]) -> None:
@@ -316,10 +313,10 @@ class Engine:
             own: The optimizer's own ``zero_grad``, where another stands in front of it.
             **kwargs: For it (``set_to_none``).
         """
-        optimizer = self.find_optimizer()
-        assert optimizer is not None
+        assert self.optimizer is not None
+        own = own or self.optimizer.zero_grad
         self.drop_flags()
-        (own or optimizer.zero_grad)(**kwargs)
+        own(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
         self.is_accumulating = False
 

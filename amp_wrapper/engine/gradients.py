@@ -61,6 +61,14 @@ class Gradients:
         self._aside: list[Tensor | None] = []
         self._versions: list[int] = []
 
+    def __enter__(self) -> None:
+        """Begin the pass of one loss of one optimizer: nothing meets anything, so gradients stay as they come."""
+        self.drop_stepped()
+        self.in_backward = True
+
+    def __exit__(self, *_: object) -> None:
+        self.in_backward = False
+
     # -- around a backward pass ----------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
@@ -17,7 +16,6 @@ from ..casting import fp32_values
 from ..casting.masters import StepLists
 from ..compiler_internals import untraced
 from ..errors import AmpUsageError, OverflowStreakError, some
-from ..ops.attributes import are_strided
 from ..optim.fused import FusedOptimizer, Update
 from ..torch_internals import hooks_before_step
 from .clipping import GradientClip
@@ -25,7 +23,7 @@ from .ddp import has_several_processes
 from .engine import Engine
 from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
 from .gradients import nonfinite_names
-from .optimizers import flagged, inside, put_in_front, takes_flag
+from .optimizers import inside, put_in_front, takes_flag
 
 #: Calls the optimizer's own ``step``.
 Run = Callable[[], None]
@@ -104,11 +102,8 @@ def _check(engine: Engine, kwargs: Mapping[str, Any]) -> None:
     # an evaluation since the backward pass leaves gathered weights, which a step does not reach
     for group in engine.shard_groups:
         group.reshard()
-    for each in (engine, *engine.others):
-        if each.gradients.in_backward:
-            raise AmpUsageError(
-                'step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.'
-            )
+    if any(each.gradients.in_backward for each in (engine, *engine.others)):
+        raise AmpUsageError('step() inside an amp.scale_loss block: gradients are still scaled. Step after the block.')
     if not params.have_fp32_values and engine.pairs_checked != fp32_values.pairs_made:
         if fp32_values.paired(params.parameters()):
             raise AmpUsageError(
@@ -176,20 +171,17 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     if problem:
         return None
     gradients = engine.gradients.to_step(lists)
-    found, clips_frozen = list[Tensor](), False
-    for weight, grad in zip(lists.weights, gradients):
-        if grad is not None:
-            found.append(grad)
-            # torch's clipping leaves frozen weights out
-            clips_frozen |= clip is not None and not weight.requires_grad
-    fits = fuses and are_strided(found)
+    there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
+    # torch's clipping leaves frozen weights out
+    clips_frozen = clip is not None and not all(weight.requires_grad for weight, _ in there)
+    fits = fuses and {grad.layout for _, grad in there} <= {torch.strided}
     if is_split and not fits:
         raise AmpUsageError(
             f"master_weights='split': only the compiled ops step both halves (ops: {ops.backend()}), and not on "
             f'{engine.device}, with these options of {type(optimizer).__name__}, or with sparse gradients. Build them by '
             f'amp-wrapper build-ops where they are missing, or write master_weights=True.'
         )
-    if not is_split and (clips_frozen or not fits or not found):
+    if not is_split and (clips_frozen or not fits or not there):
         return None
     decide = functools.partial(_decide, engine, clip, gradients)
     return Update(lists.parameters, gradients, lists.copies, decide, engine.params.settle)
@@ -212,8 +204,7 @@ def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: U
         info[LOSS_SCALE] = scales.first.current_scale
     else:
         engine.flags.clear()
-    waits = scales.check and engine.monitor.must_wait
-    numbers = info[SKIPS : STREAK + 1].tolist() if waits else None
+    numbers = info[SKIPS : STREAK + 1].tolist() if scales.check and engine.monitor.must_wait else None
     return _finish(engine, numbers, None if clip is None or clip.kind == 'value' else info[GRAD_NORM], info)
 
 
@@ -255,7 +246,7 @@ def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], foun
 def _step_eager(engine: Engine, optimizer: Optimizer, clip: Clip, run: Run) -> StepResult:
     """Unscale, find out, clip, step, copy, each in its turn. Syncs once, where the optimizer cannot read the flag itself."""
     scales, params = engine.scales, engine.params
-    raises = clip is not None and clip.raises_on_nonfinite
+    raises = clip is not None and bool(clip.arguments.get('error_if_nonfinite'))
     waits = scales.check and engine.monitor.must_wait
     if not engine.gradients.after_each_pass:
         engine.gradients.unscale(scales.first.inverse_scale(), engine.flags.of(0) if scales.check else None)
@@ -286,8 +277,14 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: Clip, run: Run) -> S
     if not skipped:
         if clip is not None and is_careful:
             norm = clip.apply(params.parameters(), known)
-        with flagged(optimizer, skip) if by_flag and skip is not None else nullcontext():
+        if by_flag:
+            # exactly 0 or 1: torch's kernels compare with 1
+            optimizer.grad_scale, optimizer.found_inf = None, skip  # type: ignore[attr-defined]
+        try:
             run()
+        finally:
+            if by_flag:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         if params.have_fp32_values:
             params.write_weights()
     scales.update(engine.flags)

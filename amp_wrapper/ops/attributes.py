@@ -13,14 +13,8 @@ from torch import Tensor
 from ..shards import is_sharded
 from ..torch_internals import is_traceable_wrapper_subclass
 
-
 #: ``.grad`` and torch's version counter of a tensor, for ``map``: lists of them without a call of Python for each.
 GRADIENT, VERSION = operator.attrgetter('grad'), operator.attrgetter('_version')
-
-
-def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects in the same order. ``==`` would compare the tensors' values, and sync."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def versions(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -49,7 +49,7 @@ class Update:
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     partners: Sequence[Tensor | None]
-    decide: Callable[[list[Tensor]], Mapping[str, Any]]
+    decide: Callable[[Tensors], Mapping[str, Any]]
     written: Callable[[], None]
     decision: Tensor | None = None
 
@@ -187,13 +187,12 @@ class FusedOptimizer(Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         with torch.no_grad():
             update = self.update
+            params = parameters_of(self) if update is None else update.parameters
             if update is not None:
-                lists = update.parameters, update.gradients, update.partners
-                update.decision = self._step_fused(*lists, update.decide)
+                update.decision = self._step_fused(params, update.gradients, update.partners, update.decide)
                 update.written()
-            elif params := parameters_of(self):
-                if not self.fuses or self._step_fused(params, gradients(params)) is None:
-                    self._step_by_torch(params)
+            elif params and (not self.fuses or self._step_fused(params, gradients(params)) is None):
+                self._step_by_torch(params)
         return loss
 
     @untraced
@@ -205,7 +204,7 @@ class FusedOptimizer(Optimizer):
         params: Sequence[Any],
         grads: Sequence[Any],
         partners: Sequence[Any] = (),
-        decide: Callable[[list[Tensor]], Mapping[str, Any]] | None = None,
+        decide: Callable[[Tensors], Mapping[str, Any]] | None = None,
     ) -> Tensor | None:
         """Decide and update in one op, and return the decision; None, and nothing is done, where only torch can."""
         device, rows = params[0].device, array('q')

@@ -31,11 +31,7 @@ _ITEMS_ALONE = (list, dict, OrderedDict)
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """What optimizers step, in the order of their groups."""
-    found: list[nn.Parameter] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found += group['params']
-    return found
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group['params']]
 
 
 #: Maps tensors inside an object of a kind that only an integration knows: (function, object) to object.
