@@ -88,7 +88,7 @@ TORCH_LIBRARY_IMPL(amp_wrapper, Meta, library) {
   library.impl("multi_tensor_l2norm", norm_without_memory);
 }
 
-// The ops are not differentiable, and say so by not being asked.
+// The ops are not differentiable: what torch asks first records nothing.
 TORCH_LIBRARY_IMPL(amp_wrapper, Autograd, library) {
   for (const char* name : kNames) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&free_together>());
 }

@@ -108,7 +108,7 @@ class Masters:
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that are stepped themselves."""
-        return [p for p in self.parameters() if self.weight_of(p) is p]
+        return [p for p in self.parameters() if id(p) not in self._weight_of]
 
     def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The model weight behind a master; any other parameter itself."""
