@@ -219,11 +219,8 @@ class FusedOptimizer(Optimizer):
         here, found, columns = params, grads, self._columns(params, is_sharded)
         beside = [p if partner is None else partner for p, partner in zip(params, partners)]
         if is_sharded:
-            here, found, beside = (
-                local(params),
-                local_like(grads, params, 'gradients'),
-                local_like(beside, params, 'copies'),
-            )
+            here, found = local(params), local_like(grads, params, 'gradients')
+            beside = local_like(beside, params, 'copies')
         hyper, rates, rated = self._hyper_parameters(device)
         given = self._scaling(device) if decide is None else decide(found)
         decision = torch.empty(ops.DECISION, device=device)
