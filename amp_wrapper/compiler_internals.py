@@ -89,8 +89,8 @@ def untraced(function: _Function) -> _Function:
     """Break the graph of ``torch.compile`` at every call of ``function``, which runs as it is, with all that it calls.
 
     :func:`torch.compiler.disable` does the same, but loads ``torch._dynamo`` where a function is decorated, and sets its state
-    at every call. Here both wait for a call while something is compiled; every other call costs one more of Python.
-    ``torch._dynamo`` skips the wrapper by the same two marks as what its own ``skip`` decorates. In every version since 2.13.
+    at every call. Here the function itself has the mark that ``torch._dynamo`` looks for in what it calls, and its frames tell
+    what compiles frames to leave them alone, and their callees; a call costs nothing. In every version since 2.13.
 
     In 2.6, each look for what compiles drops a reference to it, or to None, that is not its own, until Python crashes. There,
     and in the versions in between, ``torch._dynamo`` is loaded at the first call, and its state is set at every call.
@@ -98,19 +98,11 @@ def untraced(function: _Function) -> _Function:
     Args:
         function: A function or method.
     """
-    untraced_call: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined, assignment]
     if VERSION < (2, 13):
-        return untraced_call
-    frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # what compiles the frames of this thread: None where nothing does
-        return (function if frame_compiler() is None else untraced_call)(*args, **kwargs)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    never_compiled(call)
-    return call  # type: ignore[return-value]
+        return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
+    cast(Any, function)._torchdynamo_disable = True
+    never_compiled(function, with_callees=True)
+    return function
 
 
 def never_compiled(function: Callable[..., Any], with_callees: bool = False) -> None:

@@ -134,9 +134,10 @@ def hooks_before_all_steps() -> Any:
     return optimizer_module._global_optimizer_pre_hooks
 
 
-def hooks_before_steps(optimizer: torch.optim.Optimizer) -> Any:
-    """Those of one optimizer alone; None where its class does not call torch's constructor. In every version since 2.0."""
-    return getattr(optimizer, '_optimizer_step_pre_hooks', None)
+def hooks_before_step(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Those of all, and those of one optimizer, which has none where its class does not call torch's constructor. Since 2.0."""
+    own = getattr(optimizer, '_optimizer_step_pre_hooks', None) or {}
+    return [*optimizer_module._global_optimizer_pre_hooks.values(), *own.values()]
 
 
 @functools.cache

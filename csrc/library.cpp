@@ -1,8 +1,16 @@
 // The ops: their schemas, and what they give where only shapes are asked for. Kernels for the CPU and for CUDA register in
 // cpu/ and cuda/. What each op computes is described in amp_wrapper/ops.
 
+#include <ATen/core/IListRef.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+// functions that every version of Python has, found when the library is loaded
+extern "C" {
+__attribute__((weak)) int Py_IsInitialized();
+__attribute__((weak)) int PyGILState_Ensure();
+__attribute__((weak)) void PyGILState_Release(int state);
+}
 
 namespace {
 
@@ -29,22 +37,37 @@ constexpr const char* kSgd =
 constexpr const char* kNames[] = {"multi_tensor_scale",  "multi_tensor_axpby", "multi_tensor_isnonfinite",
                                   "multi_tensor_l2norm", "fused_adam",         "fused_sgd"};
 
-void check_without_memory(at::TensorList tensors) {
+void check_without_memory(at::ITensorListRef tensors) {
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK_VALUE(tensor.is_meta(), "A list has tensors on meta and on ", tensor.device(), ": all lie on one device.");
   }
+}
+
+// Frees the lists of an op. It runs without Python's lock, and torch would take it anew for each tensor that nobody but Python
+// holds from then on; here it is taken once for all of them.
+void free_together(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  std::vector<c10::IValue> lists;
+  for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (argument.isTensorList()) lists.push_back(argument);
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  const bool has_python = PyGILState_Ensure != nullptr && Py_IsInitialized();
+  const int state = has_python ? PyGILState_Ensure() : 0;
+  lists.clear();
+  if (has_python) PyGILState_Release(state);
 }
 
 // An op that only writes to its arguments, for tensors without memory.
 void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::size_t count = op.schema().arguments().size();
   for (const c10::IValue& argument : torch::jit::last(*stack, count)) {
-    if (argument.isTensorList()) check_without_memory(argument.toTensorVector());
+    if (argument.isTensorList()) check_without_memory(argument.toTensorList());
   }
   torch::jit::drop(*stack, count);
 }
 
-at::Tensor norm_without_memory(at::TensorList tensors, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
+at::Tensor norm_without_memory(const at::ITensorListRef& tensors, const std::optional<at::Tensor>&,
+                               const std::optional<at::Tensor>&) {
   check_without_memory(tensors);
   return at::empty({}, at::device(at::kMeta).dtype(at::kFloat));
 }
@@ -65,7 +88,7 @@ TORCH_LIBRARY_IMPL(amp_wrapper, Meta, library) {
   library.impl("multi_tensor_l2norm", norm_without_memory);
 }
 
-// The ops are not differentiable, and say so by not being asked.
+// The ops are not differentiable: what torch asks first records nothing.
 TORCH_LIBRARY_IMPL(amp_wrapper, Autograd, library) {
-  for (const char* name : kNames) library.impl(name, torch::CppFunction::makeFallthrough());
+  for (const char* name : kNames) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&free_together>());
 }

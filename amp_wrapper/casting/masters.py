@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpUsageError, some
-from ..ops.attributes import addresses, same, versions
+from ..ops.attributes import VERSION
 from ..policy.nested import HALF_TYPES, parameters_of
 from ..shards import Layout
 from ..torch_internals import is_zero, note_parameters
@@ -65,8 +66,7 @@ class Masters:
         kind: Literal['none', 'whole', 'split'] = 'none',
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._find_optimizer = find_optimizer
-        self.kind = kind
+        self._find_optimizer, self.kind = find_optimizer, kind
         self.have_fp32_values = kind != 'none'
         self.behind_masters: list[nn.Parameter] = []
         self.masters: list[nn.Parameter] = []
@@ -99,7 +99,7 @@ class Masters:
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that are stepped themselves."""
-        return [p for p in self.parameters() if self.weight_of(p) is p]
+        return [p for p in self.parameters() if id(p) not in self._weight_of]
 
     def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The model weight behind a master; any other parameter itself."""
@@ -107,15 +107,16 @@ class Masters:
 
     def lists(self) -> StepLists:
         """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed."""
-        trains = any(weight.requires_grad for weight in self._frozen)
-        if trains or self._lists is None or not same(self.parameters(), self._lists.parameters):
+        trains = bool(self._frozen) and any(weight.requires_grad for weight in self._frozen)
+        lists, now = None if trains else self._lists, self.parameters()
+        if lists is None or len(now) != len(lists.parameters) or not all(map(operator.is_, now, lists.parameters)):
             self.adopt()
             weights = self.weights()
             found = zip(weights, map(self._pairs.get, weights))
             copies = [None if pair is None else pair.partner if pair.is_split else weight for weight, pair in found]
-            self._lists = StepLists(self.parameters(), weights, copies)
+            lists = self._lists = StepLists(self.parameters(), weights, copies)
             self.layout = Layout(weights)
-        return self._lists
+        return lists
 
     # -- pairs are made and released ---------------------------------------------------------------------------------
 
@@ -166,7 +167,12 @@ class Masters:
 
     def _state(self) -> tuple[list[int], ...]:
         ours, theirs = self._pairs, self.masters or [pair.partner for pair in self._pairs.values()]
-        return versions(ours), addresses(ours), versions(theirs), addresses(theirs)
+        return (
+            [*map(VERSION, ours)],
+            [*map(Tensor.data_ptr, ours)],
+            [*map(VERSION, theirs)],
+            [*map(Tensor.data_ptr, theirs)],
+        )
 
     def settle(self) -> None:
         """Weights and FP32 values agree now: what the optimizer has just written is no edit."""
@@ -201,7 +207,8 @@ class Masters:
         both = zip(self.behind_masters, self.masters)
         compared = [weight for weight, master in both if self._is_new or weight.grad is master.grad is None]
         self._is_new = False
-        fp32_values.weights_win(compared)
+        if compared:
+            fp32_values.weights_win(compared)
 
     def changed(self, side: Literal['weight', 'master'], tensors: Iterable[Tensor] | None) -> list[str]:
         """Take up what the user says was edited on one side, perhaps through ``.data``, on the other one.

@@ -214,7 +214,7 @@ class _Group:
         before, now = before.view(bits), now.view(bits)
         torch.where(back, before, now, out=now)  # type: ignore[arg-type]
         # through ``data``: graphs that wait for their backward pass may hold buffers, and none computes with what is written
-        torch._foreach_copy_([tensor.data for tensor in tensors], parts)
+        torch._foreach_copy_(list(map(operator.attrgetter('data'), tensors)), parts)
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

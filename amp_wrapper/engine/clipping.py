@@ -71,11 +71,6 @@ class GradientClip:
         return cls(kind, words)
 
     @property
-    def raises_on_nonfinite(self) -> bool:
-        """Whether a non-finite norm is an error."""
-        return bool(self.arguments.get('error_if_nonfinite', False))
-
-    @property
     def norm_type(self) -> float:
         """The order of the norm; infinite for the greatest magnitude."""
         return float(self.arguments.get('norm_type', 2.0))
@@ -85,12 +80,12 @@ class GradientClip:
         """Whether gradients are clipped by value, by the Euclidean or by the maximum norm, with a limit on the host."""
         limit = self.arguments[_CLIP_KEYS[self.kind][0]]
         is_on_host = not isinstance(limit, Tensor) or limit.device.type == 'cpu'
-        return is_on_host and (self.kind == 'value' or self.norm_type in (2.0, math.inf))
+        return is_on_host and (self.kind == 'value' or float(self.arguments.get('norm_type', 2.0)) in (2.0, math.inf))
 
     @property
     def not_fused(self) -> str:
         """What to say where a fused step, which raises no error, has to clip so and cannot; '' where it can."""
-        if self.is_simple and not self.raises_on_nonfinite:
+        if self.is_simple and not self.arguments.get('error_if_nonfinite'):
             return ''
         return (
             f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split': write master_weights=True, or clip by "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -51,10 +52,6 @@ class StepObserver:
         return ''
 
 
-def _same(optimizer: Optimizer | None) -> Optimizer | None:
-    return optimizer
-
-
 class Engine:
     """Mixed precision for one optimizer.
 
@@ -91,13 +88,14 @@ class Engine:
         flags, monitor: What was non-finite since the last step; what the host knows of skipped steps.
         gradients: Where gradients wait for the step.
         ddp, shard_groups: The DDP modules that average them, and the groups of FSDP2 that do.
+        find_optimizer: Returns the optimizer, as :attr:`optimizer` does.
         snapshots: The buffers as they were before the forward calls of the present step; none where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         casts: The plan of the casts of the model, which takes them off; None without.
         kept: The modules that the cast keeps in FP32, by id, with the reasons.
         names: The qualified names of the model's parameters, by id.
         label, observers: What log lines call this engine, where there are several; what watches its steps.
-        in_own_step: Whether the optimizer's own ``step`` runs.
+        in_own_step, has_ranks: Whether the optimizer's own ``step`` runs; whether the last step was one of several processes.
         pending: Read from a checkpoint before there was a model to put it into.
         pairs_checked: How many pairs of weight and master there were in the process when a step last looked for late ones.
     """
@@ -114,10 +112,11 @@ class Engine:
         self.monitor = SkipMonitor(policy, self.scales.describe)
         self.kept: Mapping[int, kept.Kept] = {}
         self.pending: SavedAmp | None = None
-        self.in_own_step = False
+        self.in_own_step = self.has_ranks = False
         self.pairs_checked = -1
         # no method of its own, which would be a cycle
-        self._find = optimizer if isinstance(optimizer, ReferenceType) else functools.partial(_same, optimizer)
+        kept = functools.partial(operator.itemgetter(0), (optimizer,))
+        self.find_optimizer = optimizer if isinstance(optimizer, ReferenceType) else kept
         self.reset()
         if policy.enabled and self.optimizer is not None:
             check_optimizer(self.optimizer, policy.split_masters)
@@ -140,7 +139,7 @@ class Engine:
         policy = self.policy
         kind: Literal['none', 'split', 'whole'] = 'split' if policy.split_masters else 'whole'
         kind = 'none' if weights is None else kind
-        self.params = Masters(self._find, weights, kind, policy.cast_model_type)
+        self.params = Masters(self.find_optimizer, weights, kind, policy.cast_model_type)
         sums = policy.accumulate_in_fp32 and policy.casts_model
         several = policy.num_losses > 1 or self.scales.are_shared
         self.gradients = Gradients(self.params, bool(self.others) or (policy.enabled and (sums or several)))
@@ -187,7 +186,7 @@ class Engine:
     @property
     def optimizer(self) -> Optimizer | None:
         """Whose step it is; None for inference, and where nobody holds it any more."""
-        return self._find()
+        return self.find_optimizer()
 
     @property
     def awaits_step(self) -> bool:
@@ -315,8 +314,9 @@ class Engine:
             **kwargs: For it (``set_to_none``).
         """
         assert self.optimizer is not None
+        own = own or self.optimizer.zero_grad
         self.drop_flags()
-        (own or self.optimizer.zero_grad)(**kwargs)
+        own(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
         self.is_accumulating = False
 

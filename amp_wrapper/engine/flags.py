@@ -53,7 +53,7 @@ class Flags:
         """The flag of a loss; a live tensor."""
         found = self._flags[loss_id]
         if found is None:
-            found = self._flags[loss_id] = self.new()
+            found = self._flags[loss_id] = torch.zeros((), dtype=torch.float32, device=self._device)
         return found
 
     def add(self, found_inf: Tensor, loss_id: int | None = None) -> None:
@@ -215,15 +215,13 @@ class SkipMonitor:
 
         Where nobody hands infos over, that is so once in ``limit`` steps.
         """
-        return self._limit is not None and self._streak + self._unseen + 1 >= self._limit
-
-    def pass_unseen(self) -> None:
-        """A step whose info the host has not seen."""
-        self._unseen += 1
+        return self._limit is not None and self._streak + self.unseen + 1 >= self._limit
 
     def start(self, streak: int) -> None:
         """Begin with so many skips in a row: after a state was loaded."""
-        self._streak, self._unseen = streak, 0
+        self._streak = streak
+        #: Steps since then whose info the host has not seen.
+        self.unseen = 0
 
     def record(self, skips: int, streak: int, label: str = '', scale: str = '') -> bool:
         """Take notice of one step, the latest so far, and say so where it was skipped.
@@ -257,12 +255,12 @@ class SkipMonitor:
             infos: The first of those that were not seen, in order, as numbers.
             label: What to call the engine.
         """
-        streak, unseen = self._streak, self._unseen
+        streak, unseen = self._streak, self.unseen
         for count, info in enumerate(infos, 1):
             # NaN where nothing is scaled; it tells the scale of the first loss
             has_scale = self._policy.num_losses == 1 and not math.isnan(info[LOSS_SCALE])
             self.record(int(info[SKIPS]), int(info[STREAK]), label, f'{info[LOSS_SCALE]:g}' if has_scale else '')
-            self._unseen = unseen - count
+            self.unseen = unseen - count
         if not unseen:
             # a later step was waited for
             self.start(streak)

@@ -61,6 +61,14 @@ class Gradients:
         self._aside: list[Tensor | None] = []
         self._versions: list[int] = []
 
+    def __enter__(self) -> None:
+        """Begin the pass of one loss of one optimizer: nothing meets anything, so gradients stay as they come."""
+        self.drop_stepped()
+        self.in_backward = True
+
+    def __exit__(self, *_: object) -> None:
+        self.in_backward = False
+
     # -- around a backward pass ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -155,10 +163,10 @@ class Gradients:
         """The gradient of each parameter for a fused step, of any floating type, scaled or not; None for none."""
         if self.after_each_pass:
             return attributes.gradients(lists.parameters)
-        found = attributes.gradients(lists.weights)
-        # of losses that contain masters themselves
-        if have_any(self.params.masters):
-            direct = attributes.gradients(lists.parameters)
+        found, masters = list(map(attributes.GRADIENT, lists.weights)), map(attributes.GRADIENT, self.params.masters)
+        if any(map(operator.is_not, masters, repeat(None))):
+            # of losses that contain masters themselves
+            direct = map(attributes.GRADIENT, lists.parameters)
             return [g if d is g else ops.add_gradients(d, g) for d, g in zip(direct, found)]
         return found
 
@@ -175,14 +183,14 @@ class Gradients:
 
     def mark_stepped(self) -> None:
         """A step has used the masters' gradients. Scripts that clear those of weights alone do not know of them."""
-        for grad in attributes.gradients(self.params.masters):
+        for grad in map(attributes.GRADIENT, self.params.masters):
             if grad is not None:
                 grad._amp_stepped = grad._version  # type: ignore[attr-defined]
 
     def drop_stepped(self) -> None:
         """Drop the masters' gradients that a step has used, unless somebody has written to them since."""
         masters = self.params.masters
-        for master, grad in zip(masters, attributes.gradients(masters)):
+        for master, grad in zip(masters, map(attributes.GRADIENT, masters)):
             if grad is not None and getattr(grad, '_amp_stepped', None) == grad._version:
                 master.grad = None
 
@@ -190,7 +198,8 @@ class Gradients:
         """The optimizer's own were cleared: clear those of the weights behind masters."""
         self._aside, self._is_unaveraged, self.kept_by_fsdp = [], False, None
         if set_to_none:
-            attributes.set_gradients(self.params.behind_masters, None)
+            for weight in self.params.behind_masters:
+                weight.grad = None
             return
         for weight, master in zip(self.params.behind_masters, self.params.masters):
             if weight.grad is not None:
@@ -289,7 +298,7 @@ def multiply(parameters: Sequence[nn.Parameter], factor: Tensor | None, found_in
 
 def have_any(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether one of them has a gradient."""
-    return any(map(operator.is_not, attributes.gradients(parameters), repeat(None)))
+    return any(map(operator.is_not, map(attributes.GRADIENT, parameters), repeat(None)))
 
 
 def values_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -18,7 +17,7 @@ from ..compiler_internals import untraced
 from ..errors import AmpAttachError, AmpConfigError
 from ..optim.fused import FusedOptimizer
 from ..policy.nested import parameters_of
-from ..torch_internals import hooks_before_all_steps, hooks_before_steps, is_zero, overlaps_with_ddp
+from ..torch_internals import is_zero, overlaps_with_ddp
 
 # -- which are taken ---------------------------------------------------------------------------------------------------
 
@@ -111,28 +110,6 @@ def takes_flag(optimizer: Optimizer) -> bool:
     if not reads or isinstance(optimizer, FusedOptimizer):
         return reads
     return not isinstance(optimizer, SGD) and all(group.get('fused', True) for group in optimizer.param_groups)
-
-
-def has_pre_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = [hook for hook in hooks_before_all_steps().values() if not hasattr(hook, 'sees_no_gradient')]
-    return bool(others or hooks_before_steps(optimizer))
-
-
-@contextlib.contextmanager
-def flagged(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
-    """The optimizer's next step is skipped where the flag is up.
-
-    Args:
-        optimizer: One that :func:`takes_flag`.
-        found_inf: float32 scalar, exactly 0 or 1: torch's kernels compare with 1.
-    """
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 # -- calls of their methods --------------------------------------------------------------------------------------------

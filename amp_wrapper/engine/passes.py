@@ -108,13 +108,16 @@ def backward(engine: Engine, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> N
     scaled = scale(engine, loss, loss_id)
     if kwargs.get('create_graph') and (engine.params.have_fp32_values or not engine.scales.is_one):
         raise AmpUsageError(NO_GRAPH)
-    with receiving(engine, loss_id):
+    meets_nothing = not engine.gradients.after_each_pass
+    engine.is_accumulating |= meets_nothing
+    with engine.gradients if meets_nothing else receiving(engine, loss_id):
         scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+    engine.flags.used[loss_id] = True
 
 
 @contextmanager
 def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ()) -> Iterator[list[Engine]]:
-    """Surround one backward pass of a loss that :func:`scale` has scaled, whoever runs it. No host read.
+    """Surround one backward pass after which gradients are unscaled, of a loss that :func:`scale` has scaled. No host read.
 
     Args:
         engine: Of the first optimizer that steps. Its scale holds for all, and is updated.
@@ -129,17 +132,6 @@ def receiving(engine: Engine, loss_id: int = 0, together: Sequence[Engine] = ())
             come by then is there, unscaled, as torch leaves it.
     """
     came: list[Engine] = []
-    if not engine.gradients.after_each_pass:
-        # one loss of one optimizer: nothing meets anything
-        engine.gradients.drop_stepped()
-        engine.gradients.in_backward = True
-        try:
-            yield came
-        finally:
-            engine.gradients.in_backward = False
-            engine.is_accumulating = True
-        engine.flags.used[loss_id] = True
-        return
     named = [engine, *together]
     reached = [*named, *(each for each in engine.others if each not in named)]
     if any(each.gradients.in_backward for each in reached):

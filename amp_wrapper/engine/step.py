@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
@@ -17,13 +16,14 @@ from ..casting import fp32_values
 from ..casting.masters import StepLists
 from ..compiler_internals import untraced
 from ..errors import AmpUsageError, OverflowStreakError, some
-from ..ops.attributes import are_strided
 from ..optim.fused import FusedOptimizer, Update
+from ..torch_internals import hooks_before_step
 from .clipping import GradientClip
+from .ddp import has_several_processes
 from .engine import Engine
 from .flags import GRAD_NORM, LOSS_SCALE, SKIPS, STREAK, LateRead, StepResult, info_of, what_to_try
 from .gradients import nonfinite_names
-from .optimizers import flagged, has_pre_hooks, inside, put_in_front, takes_flag
+from .optimizers import inside, put_in_front, takes_flag
 
 #: Calls the optimizer's own ``step``.
 Run = Callable[[], None]
@@ -56,7 +56,7 @@ def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None 
             that were both written to by others.
         OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
     """
-    optimizer = engine.optimizer
+    optimizer = engine.find_optimizer()
     assert optimizer is not None
 
     def run() -> None:
@@ -77,8 +77,10 @@ def take_step(engine: Engine, clip: Clip = None, own: Callable[..., Any] | None 
         engine.is_accumulating = False
         return _finish(engine, [0, 0], norm)
     engine.params.before_step()
-    engine.ddp.start_alike()
     lists = engine.params.lists()
+    engine.has_ranks = has_several_processes()
+    if engine.has_ranks:
+        engine.ddp.start_alike()
     for observer in engine.observers:
         observer.before_step(engine)
     if isinstance(optimizer, FusedOptimizer) and (update := _gather(engine, optimizer, clip, lists)) is not None:
@@ -132,7 +134,7 @@ def refuse_direct_steps(engine: Engine) -> None:
 
     def step(own_step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         found = reference()
-        if found is not None and found.awaits_step and not found.in_own_step:
+        if found is not None and not found.in_own_step and found.awaits_step:
             raise AmpUsageError(
                 f'{kind}.step() beside the wrapper that holds it, whose gradients carry a scale or are not at masters yet: '
                 f'call optim_wrapper.step(). Steps in two parts, as those of SAM, train through amp.initialize.'
@@ -156,39 +158,43 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
     if not is_split and not (fuses and engine.policy.enabled):
         return None
     problem = '' if clip is None else clip.not_fused
-    if has_pre_hooks(optimizer):
-        problem = (
-            "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled 16-bit "
-            'gradients, and what they write would come too late. Remove the hooks, or use master_weights=True.'
-        )
+    for hook in hooks_before_step(optimizer):
+        # it wants to see gradients where the optimizer looks for them, unscaled
+        if not hasattr(hook, 'sees_no_gradient'):
+            problem = (
+                "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
+                '16-bit gradients, and what they write would come too late. Remove the hooks, or use master_weights=True.'
+            )
     # nothing else can step split masters: what the fused step cannot do is refused
     if is_split and problem:
         raise AmpUsageError(problem)
     if problem:
         return None
     gradients = engine.gradients.to_step(lists)
-    found = [grad for grad in gradients if grad is not None]
+    there = [(weight, grad) for weight, grad in zip(lists.weights, gradients) if grad is not None]
     # torch's clipping leaves frozen weights out
-    frozen = (grad for weight, grad in zip(lists.weights, gradients) if not weight.requires_grad)
-    clips_frozen = clip is not None and any(grad is not None for grad in frozen)
-    fits = fuses and are_strided(found)
+    clips_frozen = clip is not None and not all(weight.requires_grad for weight, _ in there)
+    fits = fuses and {grad.layout for _, grad in there} <= {torch.strided}
     if is_split and not fits:
         raise AmpUsageError(
             f"master_weights='split': only the compiled ops step both halves (ops: {ops.backend()}), and not on "
             f'{engine.device}, with these options of {type(optimizer).__name__}, or with sparse gradients. Build them by '
             f'amp-wrapper build-ops where they are missing, or write master_weights=True.'
         )
-    if not is_split and (clips_frozen or not fits or not found):
+    if not is_split and (clips_frozen or not fits or not there):
         return None
-    return Update(gradients, lists.copies, functools.partial(_decide, engine, clip, gradients), engine.params.settle)
+    decide = functools.partial(_decide, engine, clip, gradients)
+    return Update(lists.parameters, gradients, lists.copies, decide, engine.params.settle)
 
 
 def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: Update, run: Run) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
-    scales, monitor = engine.scales, engine.monitor
-    waits = scales.check and monitor.must_wait
-    with optimizer.updating(update):
+    scales = engine.scales
+    optimizer.update = update
+    try:
         run()
+    finally:
+        optimizer.update = None
     info = update.decision
     if info is None:
         raise AmpUsageError('parameters are not what the ops stepped before: nothing was changed, step once more.')
@@ -198,7 +204,7 @@ def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: U
         info[LOSS_SCALE] = scales.first.current_scale
     else:
         engine.flags.clear()
-    numbers = info[SKIPS : STREAK + 1].tolist() if waits else None
+    numbers = info[SKIPS : STREAK + 1].tolist() if scales.check and engine.monitor.must_wait else None
     return _finish(engine, numbers, None if clip is None or clip.kind == 'value' else info[GRAD_NORM], info)
 
 
@@ -207,7 +213,7 @@ def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], foun
     scales, flags, layout = engine.scales, engine.flags, engine.params.layout
     # unscaled after each backward pass, and checked there
     done = engine.gradients.after_each_pass
-    flag = flags.of(0) if scales.check and not done else None
+    flag = torch.zeros((), dtype=torch.float32, device=engine.device) if scales.check and not done else None
     words: dict[str, Any] = {'counts': scales.steps.counts} if scales.check else {}
     if not done:
         words |= scales.first.step_arguments(flags.used[0])
@@ -221,13 +227,16 @@ def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], foun
             words['norm'] = clip.norm(found, flag)
     elif flag is not None:
         ops.multi_tensor_isnonfinite(found, flag)
-    total = engine.agree(clip, power)
-    words |= {} if total is None else {'norm': total}
+    if flag is not None:
+        flags.add(flag, 0)
+    if power is not None or engine.has_ranks:
+        total = engine.agree(clip, power)
+        words |= {} if total is None else {'norm': total}
     if scales.check:
         words['found_inf'] = flags.skipped()
-        engine.settle_buffers(words['found_inf'])
         if not done:
             words['learned'] = flags.of(0)
+        engine.settle_buffers(words['found_inf'])
     return words
 
 
@@ -237,7 +246,7 @@ def _decide(engine: Engine, clip: Clip, gradients: Sequence[Tensor | None], foun
 def _step_eager(engine: Engine, optimizer: Optimizer, clip: Clip, run: Run) -> StepResult:
     """Unscale, find out, clip, step, copy, each in its turn. Syncs once, where the optimizer cannot read the flag itself."""
     scales, params = engine.scales, engine.params
-    raises = clip is not None and clip.raises_on_nonfinite
+    raises = clip is not None and bool(clip.arguments.get('error_if_nonfinite'))
     waits = scales.check and engine.monitor.must_wait
     if not engine.gradients.after_each_pass:
         engine.gradients.unscale(scales.first.inverse_scale(), engine.flags.of(0) if scales.check else None)
@@ -268,8 +277,14 @@ def _step_eager(engine: Engine, optimizer: Optimizer, clip: Clip, run: Run) -> S
     if not skipped:
         if clip is not None and is_careful:
             norm = clip.apply(params.parameters(), known)
-        with flagged(optimizer, skip) if by_flag and skip is not None else nullcontext():
+        if by_flag:
+            # exactly 0 or 1: torch's kernels compare with 1
+            optimizer.grad_scale, optimizer.found_inf = None, skip  # type: ignore[attr-defined]
+        try:
             run()
+        finally:
+            if by_flag:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         if params.have_fp32_values:
             params.write_weights()
     scales.update(engine.flags)
@@ -298,11 +313,12 @@ def _finish(engine: Engine, numbers: list[float] | None, norm: Tensor | None, in
     if not scales.check:
         skipped = False
     elif numbers is None:
-        monitor.pass_unseen()
+        monitor.unseen += 1
     elif monitor.record(int(numbers[0]), int(numbers[1]), engine.label):
         _raise_streak(engine, int(numbers[1]))
-    shows = {'grad_norm': norm is not None, 'loss_scale': scales.check and scales.is_dynamic, 'skips': scales.check}
-    shown = tuple(name for name, is_shown in shows.items() if is_shown)
+    shown: tuple[str, ...] = () if norm is None else ('grad_norm',)
+    if scales.check:
+        shown += ('loss_scale', 'skips') if scales.is_dynamic else ('skips',)
     if info is None and shown:
         info = info_of(norm, scales.first.current_scale, scales.steps.counts)
     return StepResult(skipped, info if shown else None, shown)

@@ -121,6 +121,8 @@ class AmpOptimWrapper(OptimWrapper):
             # mmengine pops from the dict it is given
             kwargs['clip_grad'] = dict(kwargs['clip_grad'])
         super().__init__(**kwargs)
+        #: What stands in front of its numbers in the log: 'train/', and its name in an ``OptimWrapperDict``.
+        self.log_prefix = 'train/'
         #: Takes numbers of the device to the log without a wait.
         self.device_log = DeviceLog(self.message_hub, self._engine)
         # of the step since the last backward pass
@@ -153,12 +155,6 @@ class AmpOptimWrapper(OptimWrapper):
         """Whether accumulated gradients of this wrapper's own losses wait for their step."""
         return self._engine.is_accumulating and any(self._engine.flags.used)
 
-    @property
-    def log_prefix(self) -> str:
-        """What stands in front of its numbers in the log: 'train/', and its name in an ``OptimWrapperDict``."""
-        name = self._engine.label
-        return f'train/{name}_' if name else 'train/'
-
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: masters, FP32 parameters, 16-bit weights with ``master_weights='split'``."""
         yield from self._engine.master_params()
@@ -180,6 +176,7 @@ class AmpOptimWrapper(OptimWrapper):
                 f"carry a wrong loss scale. Write AmpOptimWrapper(opt_level='O0') in its place, which trains in FP32."
             )
         self._engine.label = name
+        self.log_prefix = f'train/{name}_' if name else 'train/'
         self._engine.join(other._engine for other in ours if isinstance(other, AmpOptimWrapper))
 
     def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
@@ -303,8 +300,9 @@ class AmpOptimWrapper(OptimWrapper):
         self._last = result
         if result.info is not None:
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
-            prefix = self.log_prefix
-            shown = {prefix + words[name]: COLUMNS[name] for name in result.shows}
+            shown, prefix = dict[str, int](), self.log_prefix
+            for name in result.shows:
+                shown[prefix + words[name]] = COLUMNS[name]
             self.device_log.update(result.info, shown, result.skipped is None, {f'{prefix}amp_skipped'})
 
     def step_was_skipped(self) -> bool:

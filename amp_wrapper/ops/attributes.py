@@ -13,10 +13,8 @@ from torch import Tensor
 from ..shards import is_sharded
 from ..torch_internals import is_traceable_wrapper_subclass
 
-
-def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects in the same order. ``==`` would compare the tensors' values, and sync."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+#: ``.grad`` and torch's version counter of a tensor, for ``map``: lists of them without a call of Python for each.
+GRADIENT, VERSION = operator.attrgetter('grad'), operator.attrgetter('_version')
 
 
 def versions(tensors: Iterable[Tensor | None]) -> list[int]:
@@ -39,7 +37,7 @@ def places(tensors: Sequence[Tensor]) -> list[Any]:
 
 def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """``.grad`` of each tensor."""
-    return [tensor.grad for tensor in tensors]
+    return list(map(GRADIENT, tensors))
 
 
 def set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | None) -> None:
@@ -67,9 +65,9 @@ def is_dense(tensor: Tensor) -> bool:
     return is_plain and (tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride())
 
 
-def are_strided(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether no gradient is sparse; None is none."""
-    return {gradient.layout for gradient in gradients if gradient is not None} <= {torch.strided}
+def are_strided(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor is sparse."""
+    return set(map(operator.attrgetter('layout'), tensors)) <= {torch.strided}
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import ops
 from ..errors import AmpConfigError
-from .fused import FusedOptimizer, Tensors
+from .fused import FusedOptimizer
 
 # torch 2.6 has two classes instead, and neither the argument nor the key in the groups
 _HAS_DECOUPLED = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
@@ -24,21 +24,13 @@ class _AdamSteps(FusedOptimizer):
     _in_groups = ('lr', 'betas', 'eps', 'weight_decay')
     _in_state = ('step', 'exp_avg', 'exp_avg_sq')
     _moments = ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq')
+    _op, _order = staticmethod(ops.fused_adam), (*_moments, 'step')
+    _option, _without_option = 'amsgrad', _in_state
     _decoupled = False
-
-    def _names(self) -> tuple[str, ...]:
-        return (*self._in_state, 'max_exp_avg_sq') if self.param_groups[0]['amsgrad'] else self._in_state
 
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
         is_decoupled = bool(group.get('decoupled_weight_decay', self._decoupled))
         return [*group['betas'], group['eps'], group['weight_decay'], bool(group['maximize']), is_decoupled]
-
-    def _call(self, grads: Tensors, params: Tensors, columns: Mapping[str, Tensors], *rest: Any, **given: Any) -> None:
-        first, second, largest = (columns.get(name, []) for name in self._moments)
-        ops.fused_adam(grads, params, first, second, largest, columns['step'], *rest, **given)
-
-    def _knows(self, group: Mapping[str, Any]) -> bool:
-        return super()._knows(group) and bool(group['amsgrad']) == bool(self.param_groups[0]['amsgrad'])
 
 
 class FusedAdam(_AdamSteps, torch.optim.Adam):

@@ -12,8 +12,7 @@ import operator
 import warnings
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from ..ops.attributes import are_strided, gradients, like, places, same
+from ..ops.attributes import are_strided, gradients, like, places
 from ..policy.levels import to_dtype
 from ..policy.nested import parameters_of
 from ..shards import any_sharded, local, local_like, whole
@@ -35,10 +34,11 @@ Tensors = Sequence[Tensor]
 
 @dataclasses.dataclass(eq=False)
 class Update:
-    """How one fused step is scaled, clipped, decided and copied; see :meth:`FusedOptimizer.updating`.
+    """How one fused step is scaled, clipped, decided and copied; see :attr:`FusedOptimizer.update`.
 
     Attributes:
-        gradients: The scaled gradient of each parameter of all groups, in their order, wherever it lies; None for none. Dense.
+        parameters: Those of all groups, in their order.
+        gradients: The scaled gradient of each, wherever it lies; None for none. Dense.
         partners: What stands beside each: the 16-bit copy of a float32 one, the int16 remainder of a 16-bit one, or None.
         decide: Called once with the gradients that are there, of sharded ones this rank's part, before anything is written.
             Returns keyword arguments of :func:`amp_wrapper.ops.fused_adam`: ``found_inf``, ``norm``, ``scale`` and the like.
@@ -46,9 +46,10 @@ class Update:
         decision: Set by ``step()``: float32 (8,) on the device, see :data:`amp_wrapper.ops.DECISION`.
     """
 
+    parameters: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     partners: Sequence[Tensor | None]
-    decide: Callable[[list[Tensor]], Mapping[str, Any]]
+    decide: Callable[[Tensors], Mapping[str, Any]]
     written: Callable[[], None]
     decision: Tensor | None = None
 
@@ -64,6 +65,11 @@ class FusedOptimizer(Optimizer):
 
     #: The class of ``torch.optim`` that is extended.
     _torch: ClassVar[type[Optimizer]]
+    #: The op, the order in which it takes the state, the option that all groups have or none has, and the state without it.
+    _op: ClassVar[Callable[..., None]]
+    _order: ClassVar[tuple[str, ...]]
+    _option: ClassVar[str]
+    _without_option: ClassVar[tuple[str, ...]] = ()
     #: What a group of a saved state dict has to have, and the state of a parameter, where there is any.
     _in_groups: ClassVar[tuple[str, ...]]
     _in_state: ClassVar[tuple[str, ...]] = ()
@@ -73,7 +79,9 @@ class FusedOptimizer(Optimizer):
     #: Type of the moments in a step of the compiled ops. torch's own steps keep them in the type of the parameter.
     state_dtype: torch.dtype = torch.float32
 
-    _update: Update | None = None
+    #: Set around a step by the engine that scales the loss: it is a fused one by this, ``grad_scale`` and ``found_inf`` do not
+    #: count then, and ``step()`` takes it.
+    update: Update | None = None
     # whether the compiled ops serve the parameters; None for "ask again"
     _is_served: bool | None = None
     # for torch's steps: where the parameters lay, which groups it serves, and which fused ones the state is laid out for
@@ -84,20 +92,17 @@ class FusedOptimizer(Optimizer):
     # -- what the classes differ in ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _names(self) -> tuple[str, ...]:
-        """Return the state that each parameter needs for a fused step."""
-
-    @abstractmethod
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
         """Return the hyper-parameters of a group after lr, in the order of the ops."""
 
-    @abstractmethod
-    def _call(self, grads: Tensors, params: Tensors, columns: Mapping[str, Tensors], *rest: Any, **given: Any) -> None:
-        """Decide and update."""
+    def _names(self) -> tuple[str, ...]:
+        """Return the state that each parameter needs for a fused step."""
+        return self._order if self.param_groups[0][self._option] else self._without_option
 
     def _knows(self, group: Mapping[str, Any]) -> bool:
         """Return whether fused steps, ours and torch's, know all options of a group."""
-        return not group['differentiable']
+        option = self._option
+        return not group['differentiable'] and bool(group[option]) == bool(self.param_groups[0][option])
 
     def _begin(self, group: Mapping[str, Any]) -> None:
         """Make the state of a group that torch's fused step expects to be there."""
@@ -128,7 +133,9 @@ class FusedOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler leaves ``grad_scale`` and ``found_inf`` to the optimizer, and reads no flag."""
         params = parameters_of(self)
-        return are_strided(gradients(params)) if self.fuses else all(self._fused_by_torch(params))
+        if self.fuses:
+            return are_strided([p.grad for p in params if p.grad is not None])
+        return all(self._fused_by_torch(params))
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -158,19 +165,6 @@ class FusedOptimizer(Optimizer):
         beside = [parameter.stride() for parameter, grad in zip(params, found) if grad is not None]
         return are_strided(grads) and beside == [grad.stride() for grad in grads] and self._knows(group)
 
-    @contextmanager
-    def updating(self, update: Update) -> Iterator[None]:
-        """Inside, ``step()`` is a fused one by ``update``; ``grad_scale`` and ``found_inf`` do not count then.
-
-        Args:
-            update: From the engine that scales the loss.
-        """
-        self._update = update
-        try:
-            yield
-        finally:
-            self._update = None
-
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -192,7 +186,8 @@ class FusedOptimizer(Optimizer):
             return self._step_eagerly(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
         with torch.no_grad():
-            params, update = parameters_of(self), self._update
+            update = self.update
+            params = parameters_of(self) if update is None else update.parameters
             if update is not None:
                 update.decision = self._step_fused(params, update.gradients, update.partners, update.decide)
                 update.written()
@@ -206,28 +201,33 @@ class FusedOptimizer(Optimizer):
 
     def _step_fused(
         self,
-        params: list[Any],
+        params: Sequence[Any],
         grads: Sequence[Any],
         partners: Sequence[Any] = (),
-        decide: Callable[[list[Tensor]], Mapping[str, Any]] | None = None,
+        decide: Callable[[Tensors], Mapping[str, Any]] | None = None,
     ) -> Tensor | None:
         """Decide and update in one op, and return the decision; None, and nothing is done, where only torch can."""
-        device, part = params[0].device, local_like if any_sharded(params) else _as_they_are
-        rows = array('q', [row for row, group in enumerate(self.param_groups) for _ in group['params']])
+        device, rows = params[0].device, array('q')
+        for row, group in enumerate(self.param_groups):
+            rows += array('q', [row]) * len(group['params'])
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             chosen = [place for place, grad in enumerate(grads) if grad is not None]
             params, grads = ([values[place] for place in chosen] for values in (params, grads))
             partners = [partners[place] for place in chosen] if partners else ()
             rows = array('q', [rows[place] for place in chosen])
-        here, found, columns = local(params), part(grads, params, 'gradients'), self._columns(params, part)
-        beside = part([p if partner is None else partner for p, partner in zip(params, partners)], params, 'copies')
+        is_sharded = any_sharded(params)
+        here, found, columns = params, grads, self._columns(params, is_sharded)
+        beside = [p if partner is None else partner for p, partner in zip(params, partners)]
+        if is_sharded:
+            here, found = local(params), local_like(grads, params, 'gradients')
+            beside = local_like(beside, params, 'copies')
         hyper, rates, rated = self._hyper_parameters(device)
         given = self._scaling(device) if decide is None else decide(found)
         decision = torch.empty(ops.DECISION, device=device)
         table = torch.frombuffer(rows, dtype=torch.int64) if rows else torch.zeros(0, dtype=torch.int64)
         rest = decision, hyper, table, rates, rated
         try:
-            self._call(found, here, columns, [] if same(beside, here) else beside, *rest, **given)
+            self._op(found, here, *columns, beside, *rest, **given)
         except ValueError:
             # nothing was written: something is sparse, or lies in other ways than its parameter
             self._is_served = None
@@ -239,7 +239,7 @@ class FusedOptimizer(Optimizer):
                 state = self.state[parameter]
                 state[name] = (count_of if name == 'step' else like)(state[name], parameter)
             try:
-                self._call(found, here, self._columns(params, part), beside if is_split else [], *rest, **given)
+                self._op(found, here, *self._columns(params, is_sharded), beside if is_split else [], *rest, **given)
             except ValueError as error:
                 raise AmpUsageError(f'{error} Nothing was changed. Remove state that does not fit.') from error
             if beside and not is_split:
@@ -248,20 +248,25 @@ class FusedOptimizer(Optimizer):
         self._places = None
         return decision
 
-    def _columns(self, params: list[Tensor], part: Callable[..., list[Tensor]]) -> dict[str, list[Tensor]]:
-        """Return the state of parameters, by name, or of it this rank's part; what is missing is begun."""
-        names, states = self._names(), list(self.state.values())
-        if names and not same(list(self.state), params):
+    def _columns(self, params: Sequence[Any], is_sharded: bool) -> list[list[Tensor]]:
+        """Return the state of parameters, a list for each of :attr:`_order`; of sharded state this rank's part.
+
+        What is missing is begun. A state that the options do not need has an empty list.
+        """
+        names, states, columns = self._names(), [*self.state.values()], list[list[Tensor]]()
+        if names and not (len(states) == len(params) and all(map(operator.is_, self.state, params))):
             states = [self.state[parameter] for parameter in params]
         try:
-            found = {name: [state[name] for state in states] for name in names}
+            for name in self._order:
+                values = [*map(operator.itemgetter(name), states)] if name in names else []
+                columns.append(local_like(values, params, name) if values and is_sharded and name != 'step' else values)
         except KeyError:
             for parameter, state in zip(params, states):
-                for name in [name for name in names if name not in state]:
+                for name in [name for name in ('step', *self._moments) if name in names and name not in state]:
                     zeros = torch.zeros_like(parameter, dtype=self.state_dtype, requires_grad=False)
                     state[name] = count_of(0.0, parameter) if name == 'step' else zeros
-            return self._columns(params, part)
-        return {name: part(values, values if name == 'step' else params, name) for name, values in found.items()}
+            return self._columns(params, is_sharded)
+        return columns
 
     def _hyper_parameters(self, device: torch.device) -> tuple[Tensor, list[Tensor], list[int]]:
         """Read the groups: float64 (groups, 7) on the CPU, each lr that is read on the device, and the groups of these."""
@@ -273,7 +278,7 @@ class FusedOptimizer(Optimizer):
                 rated.append(index)
                 rate = 0.0
             try:
-                rows.append([float(value) for value in (rate, *self._row(group))])
+                rows.append([*map(float, (rate, *self._row(group)))])
             except (RuntimeError, TypeError, ValueError) as error:
                 shown = {name: value for name, value in group.items() if name != 'params'}
                 raise AmpUsageError(f'param_groups[{index}] holds {shown}: numbers are expected ({error}).') from error
@@ -392,8 +397,3 @@ class FusedOptimizer(Optimizer):
                         f'state[{index}][{name!r}] of the state dict has shape {shape}, and {expected} is expected: it '
                         f'belongs to another parameter.'
                     )
-
-
-def _as_they_are(tensors: Tensors, parameters: Tensors, name: str) -> list[Tensor]:
-    """Stand in for :func:`local_like` where nothing is sharded."""
-    return list(tensors)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import ops
 from ..shards import any_sharded
-from .fused import FusedOptimizer, Tensors
+from .fused import FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
@@ -48,21 +48,15 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
     _torch = torch.optim.SGD
     _in_groups = ('lr', 'momentum', 'dampening', 'weight_decay')
-    _moments = ('momentum_buffer',)
-
-    def _names(self) -> tuple[str, ...]:
-        return self._moments if self.param_groups[0]['momentum'] != 0 else ()
+    _moments = _order = ('momentum_buffer',)
+    _op, _option = staticmethod(ops.fused_sgd), 'momentum'
 
     def _row(self, group: Mapping[str, Any]) -> list[Any]:
         return [group['momentum'], 0, bool(group['nesterov']), group['weight_decay'], bool(group['maximize']), 0]
 
-    def _call(self, grads: Tensors, params: Tensors, columns: Mapping[str, Tensors], *rest: Any, **given: Any) -> None:
-        ops.fused_sgd(grads, params, columns.get('momentum_buffer', []), *rest, **given)
-
     def _knows(self, group: Mapping[str, Any]) -> bool:
         # the first gradient is not dampened, so a momentum of zeros is not one that has not begun
-        has_momentum, begins_at_0 = group['momentum'] != 0, group['momentum'] == 0 or group['dampening'] == 0
-        return super()._knows(group) and begins_at_0 and has_momentum == (self.param_groups[0]['momentum'] != 0)
+        return super()._knows(group) and (group['momentum'] == 0 or group['dampening'] == 0)
 
     def _torch_fuses(self, group: Mapping[str, Any], is_plain: bool = False) -> bool:
         # torch has no fused step of sharded parameters

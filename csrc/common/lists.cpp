@@ -5,8 +5,8 @@
 namespace amp_wrapper {
 namespace {
 
-Type type_of(const List& list, std::size_t index) {
-  const c10::ScalarType type = list.tensors[index].scalar_type();
+Type type_of(const List& list, const at::Tensor& tensor, std::size_t index) {
+  const c10::ScalarType type = tensor.scalar_type();
   if (type == at::kFloat) return Type::kFloat;
   if (type == at::kHalf) return Type::kHalf;
   if (type == at::kBFloat16) return Type::kBfloat;
@@ -34,43 +34,46 @@ std::ostream& operator<<(std::ostream& out, const Name& name) {
 Lists::Lists(c10::Device device, std::initializer_list<List> lists, OptionalTensor flag) {
   const List& first = *lists.begin();
   const std::size_t size = first.tensors.size();
+  std::vector<at::MaterializedITensorListRef> found;
   for (const List& list : lists) {
     TORCH_CHECK_VALUE(list.tensors.size() == size || (list.optional && list.tensors.empty()), first.name, " has ", size,
                       " tensors and ", list.name, " ", list.tensors.size(), ": the lists must pair up.");
+    found.push_back(list.tensors.materialize());
     for (std::size_t i = 0; i < list.tensors.size(); ++i) {
-      const at::Tensor& tensor = list.tensors[i];
+      const at::Tensor& tensor = found.back()[i];
+      const at::Tensor& partner = found.front()[i];
       TORCH_CHECK_VALUE(tensor.device() == device, list.name, "[", i, "] is on ", tensor.device(),
                         ": all tensors of a call lie on ", device, ".");
-      type_of(list, i);
-      TORCH_CHECK_VALUE(tensor.sizes() == first.tensors[i].sizes(), first.name, "[", i, "] has shape ",
-                        first.tensors[i].sizes(), " and ", list.name, "[", i, "] ", tensor.sizes(), ".");
-      TORCH_CHECK_VALUE(have_one_layout(first.tensors[i], tensor), first.name, "[", i, "] has strides ",
-                        first.tensors[i].strides(), " and ", list.name, "[", i, "] ", tensor.strides(),
-                        ": tensors without gaps, laid out alike, are expected.");
+      type_of(list, tensor, i);
+      TORCH_CHECK_VALUE(tensor.sizes() == partner.sizes(), first.name, "[", i, "] has shape ", partner.sizes(), " and ",
+                        list.name, "[", i, "] ", tensor.sizes(), ".");
+      TORCH_CHECK_VALUE(have_one_layout(partner, tensor), first.name, "[", i, "] has strides ", partner.strides(), " and ",
+                        list.name, "[", i, "] ", tensor.strides(), ": tensors without gaps, laid out alike, are expected.");
     }
   }
   count_version(flag);
-  for (const at::Tensor& tensor : first.tensors) counts_.push_back(tensor.numel());
+  for (const at::Tensor& tensor : found.front()) counts_.push_back(tensor.numel());
   for (const List& list : lists) {
+    const at::MaterializedITensorListRef& tensors = found[operands_.size()];
     std::vector<Operand>& operands = operands_.emplace_back(size, Operand{nullptr, Type::kFloat});
-    for (std::size_t i = 0; i < list.tensors.size(); ++i) {
-      const at::Tensor& tensor = list.tensors[i];
-      if (list.unless_in != nullptr && tensor.is_same((*list.unless_in)[i])) continue;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor& tensor = tensors[i];
+      if (list.unless_in >= 0 && tensor.is_same(found[list.unless_in][i])) continue;
       if (list.written) count_version(tensor);
       // mutable data would end the sharing of copy-on-write memory
       void* data = list.written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-      operands[i] = {static_cast<char*>(data), type_of(list, i)};
+      operands[i] = {static_cast<char*>(data), type_of(list, tensor, i)};
     }
   }
 }
 
-c10::Device device_of(c10::DeviceType type, at::TensorList tensors,
+c10::Device device_of(c10::DeviceType type, at::ITensorListRef tensors,
                       std::initializer_list<const std::optional<at::Tensor>*> scalars) {
   c10::Device device = type;
   for (const auto* scalar : scalars) {
     if (scalar->has_value()) device = (*scalar)->device();
   }
-  if (!tensors.empty()) device = tensors[0].device();
+  if (!tensors.empty()) device = tensors.front().device();
   TORCH_CHECK_VALUE(device.type() == type, "The first tensor is on ", device, " and others on a device of type ", type,
                     ": all tensors of a call lie on one device.");
   return device;

@@ -1,6 +1,7 @@
 // Lists of tensors as the kernels see them: memory without gaps, checked as a whole before anything is written.
 #pragma once
 
+#include <ATen/core/IListRef.h>
 #include <ATen/core/Tensor.h>
 
 #include <initializer_list>
@@ -14,17 +15,17 @@ namespace amp_wrapper {
 
 using OptionalTensor = const std::optional<at::Tensor>&;
 
-// An argument of an op.
+// An argument of an op. Its tensors stay where torch keeps them: copies would count references.
 struct List {
   const char* name;
-  at::TensorList tensors;
+  at::ITensorListRef tensors;
   bool written = false;
   // no tensors stand for none beside any of the others
   bool optional = false;
   // int16 as well
   bool shorts = false;
-  // a tensor that is also this list's stands for none
-  const at::TensorList* unless_in = nullptr;
+  // a tensor that is also that list's, one before this, stands for none
+  int unless_in = -1;
 };
 
 class Lists {
@@ -48,7 +49,7 @@ class Lists {
 };
 
 // The device of the tensors, or of the first scalar where there are none, which has to be of `type`.
-c10::Device device_of(c10::DeviceType type, at::TensorList tensors,
+c10::Device device_of(c10::DeviceType type, at::ITensorListRef tensors,
                       std::initializer_list<const std::optional<at::Tensor>*> scalars);
 
 // An argument, or one of a list.

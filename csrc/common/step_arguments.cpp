@@ -11,10 +11,12 @@ bool is_half(c10::ScalarType type) { return type == at::kHalf || type == at::kBF
 
 // A partner is the parameter itself for none, a copy of the same type, a 16-bit copy of a float32 parameter, or the int16
 // remainder of a 16-bit one.
-void check_partners(at::TensorList params, at::TensorList partners) {
-  for (std::size_t i = 0; i < std::min(params.size(), partners.size()); ++i) {
-    const c10::ScalarType type = params[i].scalar_type();
-    const c10::ScalarType other = partners[i].scalar_type();
+void check_partners(at::ITensorListRef params, at::ITensorListRef partners) {
+  auto param = params.begin();
+  auto partner = partners.begin();
+  for (std::size_t i = 0; i < std::min(params.size(), partners.size()); ++i, ++param, ++partner) {
+    const c10::ScalarType type = (*param).scalar_type();
+    const c10::ScalarType other = (*partner).scalar_type();
     const bool fits = other == at::kShort ? is_half(type) : other == type || (is_half(other) && type == at::kFloat);
     TORCH_CHECK_VALUE(
         fits, "partners[", i, "] has dtype ", other, " beside a parameter of ", type,
@@ -23,11 +25,11 @@ void check_partners(at::TensorList params, at::TensorList partners) {
   }
 }
 
-Update check_update(c10::DeviceType type, std::initializer_list<List> lists, at::TensorList partners, const at::Tensor& rows,
-                    const at::Tensor& decision) {
+Update check_update(c10::DeviceType type, std::initializer_list<List> lists, at::ITensorListRef partners,
+                    const at::Tensor& rows, const at::Tensor& decision) {
   const c10::Device device = decision.device();
   TORCH_CHECK_VALUE(device.type() == type, "decision is on ", device, ": all tensors of a call lie on one device.");
-  const at::TensorList params = lists.begin()[kAdamParameter].tensors;
+  const at::ITensorListRef params = lists.begin()[kAdamParameter].tensors;
   check_table("decision", decision, {kDecision}, at::kFloat, device);
   check_table("rows", rows, {static_cast<std::int64_t>(params.size()), kRow}, at::kFloat, device);
   check_partners(params, partners);
@@ -35,8 +37,8 @@ Update check_update(c10::DeviceType type, std::initializer_list<List> lists, at:
           static_cast<const float*>(decision.const_data_ptr())};
 }
 
-List partners_of(at::TensorList partners, const at::TensorList& params) {
-  return {"partners", partners, /*written=*/true, /*optional=*/true, /*shorts=*/true, &params};
+List partners_of(at::ITensorListRef partners) {
+  return {"partners", partners, /*written=*/true, /*optional=*/true, /*shorts=*/true, kAdamParameter};
 }
 
 ScaleUpdate rule_of(at::ArrayRef<double> rule) {
@@ -51,26 +53,26 @@ ScaleUpdate rule_of(at::ArrayRef<double> rule) {
 
 }  // namespace
 
-Update check_adam(c10::DeviceType type, at::TensorList grads, at::TensorList params, at::TensorList exp_avgs,
-                  at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList partners, const at::Tensor& rows,
-                  const at::Tensor& decision) {
+Update check_adam(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef exp_avgs,
+                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners,
+                  const at::Tensor& rows, const at::Tensor& decision) {
   return check_update(type,
                       {{"grads", grads},
                        {"params", params, true},
                        {"exp_avgs", exp_avgs, true},
                        {"exp_avg_sqs", exp_avg_sqs, true},
                        {"max_exp_avg_sqs", max_exp_avg_sqs, true, /*optional=*/true},
-                       partners_of(partners, params)},
+                       partners_of(partners)},
                       partners, rows, decision);
 }
 
-Update check_sgd(c10::DeviceType type, at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers,
-                 at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision) {
+Update check_sgd(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef momentum_buffers,
+                 at::ITensorListRef partners, const at::Tensor& rows, const at::Tensor& decision) {
   return check_update(type,
                       {{"grads", grads},
                        {"params", params, true},
                        {"momentum_buffers", momentum_buffers, true, /*optional=*/true},
-                       partners_of(partners, params)},
+                       partners_of(partners)},
                       partners, rows, decision);
 }
 
@@ -101,10 +103,11 @@ Prologue check_prologue(const DecisionArguments& a, Kind kind, const at::Tensor&
   const auto* hyper = static_cast<const double*>(a.hyper.const_data_ptr());
   const auto* group_of = static_cast<const std::int64_t*>(a.groups.const_data_ptr());
   std::vector<Parameter> parameters;
+  const at::MaterializedITensorListRef steps = a.steps.materialize();
   for (std::int64_t i = 0; i < size; ++i) {
     const std::int64_t group = group_of[i];
     TORCH_CHECK_VALUE(group >= 0 && group < groups, "groups[", i, "] is ", group, ", and hyper has ", groups, " rows.");
-    auto* step = i < counted ? static_cast<float*>(check_scalar({"steps", i}, a.steps[i], device)) : nullptr;
+    auto* step = i < counted ? static_cast<float*>(check_scalar({"steps", i}, steps[i], device)) : nullptr;
     parameters.push_back({hyper + group * kHyper, rates[group], step});
   }
   if (a.counts.has_value()) check_table("counts", *a.counts, {3}, at::kLong, device);
@@ -122,7 +125,7 @@ Prologue check_prologue(const DecisionArguments& a, Kind kind, const at::Tensor&
       static_cast<float>(a.max_norm.value_or(0.0)),
       static_cast<float>(a.clip_value.value_or(std::numeric_limits<double>::infinity())),
   };
-  for (const at::Tensor& step : a.steps) count_version(step);
+  for (const at::Tensor& step : steps) count_version(step);
   count_version(a.decision);
   count_version(a.counts);
   if (moves) {

@@ -16,16 +16,16 @@ struct Update {
   const float* decision;
 };
 
-Update check_adam(c10::DeviceType type, at::TensorList grads, at::TensorList params, at::TensorList exp_avgs,
-                  at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList partners, const at::Tensor& rows,
-                  const at::Tensor& decision);
-Update check_sgd(c10::DeviceType type, at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers,
-                 at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision);
+Update check_adam(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef exp_avgs,
+                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners,
+                  const at::Tensor& rows, const at::Tensor& decision);
+Update check_sgd(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef momentum_buffers,
+                 at::ITensorListRef partners, const at::Tensor& rows, const at::Tensor& decision);
 
 // What decides on a step: the arguments of its op beside the lists, in the order of the schema.
 struct DecisionArguments {
   // of Adam alone
-  at::TensorList steps;
+  at::ITensorListRef steps;
   const at::Tensor& decision;
   const at::Tensor& hyper;
   const at::Tensor& groups;

@@ -8,14 +8,16 @@
 
 namespace amp_wrapper {
 
+using TensorList = const at::ITensorListRef&;
+
 // `Device` has its `kType`, and `decide`, `adam` and `sgd`, which compute.
 template <typename Device>
-void fused_adam(at::TensorList grads, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList partners, const at::Tensor& decision,
-                const at::Tensor& hyper, const at::Tensor& groups, at::TensorList rates, at::IntArrayRef rated,
-                OptionalTensor found_inf, OptionalTensor learned, OptionalTensor norm, OptionalTensor scale,
-                OptionalTensor growth_tracker, OptionalTensor hysteresis_tracker, OptionalTensor counts,
-                at::ArrayRef<double> rule, std::optional<double> max_norm, std::optional<double> clip_value) {
+void fused_adam(TensorList grads, TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
+                TensorList steps, TensorList partners, const at::Tensor& decision, const at::Tensor& hyper,
+                const at::Tensor& groups, at::TensorList rates, at::IntArrayRef rated, OptionalTensor found_inf,
+                OptionalTensor learned, OptionalTensor norm, OptionalTensor scale, OptionalTensor growth_tracker,
+                OptionalTensor hysteresis_tracker, OptionalTensor counts, at::ArrayRef<double> rule,
+                std::optional<double> max_norm, std::optional<double> clip_value) {
   const DecisionArguments arguments{steps,     decision, hyper,    groups,    rates,          rated,
                                     found_inf, learned,  norm,     scale,     growth_tracker, hysteresis_tracker,
                                     counts,    rule,     max_norm, clip_value};
@@ -28,14 +30,14 @@ void fused_adam(at::TensorList grads, at::TensorList params, at::TensorList exp_
 }
 
 template <typename Device>
-void fused_sgd(at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers, at::TensorList partners,
+void fused_sgd(TensorList grads, TensorList params, TensorList momentum_buffers, TensorList partners,
                const at::Tensor& decision, const at::Tensor& hyper, const at::Tensor& groups, at::TensorList rates,
                at::IntArrayRef rated, OptionalTensor found_inf, OptionalTensor learned, OptionalTensor norm,
                OptionalTensor scale, OptionalTensor growth_tracker, OptionalTensor hysteresis_tracker, OptionalTensor counts,
                at::ArrayRef<double> rule, std::optional<double> max_norm, std::optional<double> clip_value) {
-  const DecisionArguments arguments{{},        decision, hyper,    groups,    rates,          rated,
-                                    found_inf, learned,  norm,     scale,     growth_tracker, hysteresis_tracker,
-                                    counts,    rule,     max_norm, clip_value};
+  const DecisionArguments arguments{at::TensorList(), decision, hyper,    groups,    rates,          rated,
+                                    found_inf,        learned,  norm,     scale,     growth_tracker, hysteresis_tracker,
+                                    counts,           rule,     max_norm, clip_value};
   const at::Tensor rows = at::empty({static_cast<std::int64_t>(params.size()), kRow}, decision.options());
   const Prologue prologue = check_prologue(arguments, Kind::kSgd, rows, Device::kType);
   const Update update = check_sgd(Device::kType, grads, params, momentum_buffers, partners, rows, decision);

@@ -52,7 +52,8 @@ bool streams(const Lists& lists) {
   return elements >= kElements;
 }
 
-void multi_tensor_scale(at::TensorList sources, at::TensorList targets, OptionalTensor scale, OptionalTensor found_inf) {
+void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, sources, {&scale, &found_inf});
   const float factor = value_of(check_scalar("scale", scale, device));
   Flag flag(check_scalar("found_inf", found_inf, device));
@@ -63,7 +64,8 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, Optional
   });
 }
 
-void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, OptionalTensor a, OptionalTensor b, OptionalTensor found_inf) {
+void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, xs, {&a, &b, &found_inf});
   const Axpby function{value_of(check_scalar("a", a, device)), value_of(check_scalar("b", b, device))};
   Flag flag(check_scalar("found_inf", found_inf, device));
@@ -73,7 +75,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, OptionalTensor a, 
   });
 }
 
-void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
+void multi_tensor_isnonfinite(const at::ITensorListRef& tensors, const at::Tensor& found_inf) {
   const c10::Device device = found_inf.device();
   Flag flag(static_cast<float*>(check_scalar("found_inf", found_inf, device)));
   const Lists lists(device, {{"tensors", tensors}}, found_inf);
@@ -82,7 +84,7 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   });
 }
 
-at::Tensor multi_tensor_l2norm(at::TensorList tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
+at::Tensor multi_tensor_l2norm(const at::ITensorListRef& tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, tensors, {&inverse_scale, &found_inf});
   const float factor = value_of(check_scalar("inverse_scale", inverse_scale, device));
   Flag flag(check_scalar("found_inf", found_inf, device));

@@ -7,7 +7,8 @@
 namespace amp_wrapper::cuda {
 namespace {
 
-void multi_tensor_scale(at::TensorList sources, at::TensorList targets, OptionalTensor scale, OptionalTensor found_inf) {
+void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, sources, {&scale, &found_inf});
   const float* factor = check_scalar("scale", scale, device);
   float* flag = check_scalar("found_inf", found_inf, device);
@@ -17,7 +18,8 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, Optional
   C10_CUDA_CHECK(launch_scale(slots_of<2>(lists), tables.upload(), factor, flag, stream_of(device)));
 }
 
-void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, OptionalTensor a, OptionalTensor b, OptionalTensor found_inf) {
+void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b,
+                        OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, xs, {&a, &b, &found_inf});
   const float* factor_a = check_scalar("a", a, device);
   const float* factor_b = check_scalar("b", b, device);
@@ -28,7 +30,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, OptionalTensor a, 
   C10_CUDA_CHECK(launch_axpby(slots_of<2>(lists), tables.upload(), factor_a, factor_b, flag, stream_of(device)));
 }
 
-void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
+void multi_tensor_isnonfinite(const at::ITensorListRef& tensors, const at::Tensor& found_inf) {
   const c10::Device device = found_inf.device();
   auto* flag = static_cast<float*>(check_scalar("found_inf", found_inf, device));
   const Lists lists(device, {{"tensors", tensors}}, found_inf);
@@ -37,7 +39,7 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   C10_CUDA_CHECK(launch_nonfinite(slots_of<1>(lists), tables.upload(), flag, stream_of(device)));
 }
 
-at::Tensor multi_tensor_l2norm(at::TensorList tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
+at::Tensor multi_tensor_l2norm(const at::ITensorListRef& tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, tensors, {&inverse_scale, &found_inf});
   const float* factor = check_scalar("inverse_scale", inverse_scale, device);
   float* flag = check_scalar("found_inf", found_inf, device);
