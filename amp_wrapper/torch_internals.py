@@ -129,11 +129,6 @@ Loss = nn.modules.loss._Loss
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def hooks_before_all_steps() -> Any:
-    """The hooks before the step of every optimizer, which torch registers and removes, and does not show. Since 2.0."""
-    return optimizer_module._global_optimizer_pre_hooks
-
-
 def hooks_before_step(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Those of all, and those of one optimizer, which has none where its class does not call torch's constructor. Since 2.0."""
     own = getattr(optimizer, '_optimizer_step_pre_hooks', None) or {}

@@ -28,7 +28,6 @@ from hypothesis import Phase, settings
 from missing import SkipsWhatLacksAPackage, missing
 from op_lists import ops_from, skip_without_library
 
-from amp_wrapper import torch_internals
 from amp_wrapper.casting import region
 
 # for planted faults: that there is an example is enough
@@ -113,7 +112,7 @@ def _same_start(request: pytest.FixtureRequest, device: torch.device) -> None:
 
 def _left_behind() -> list[str]:
     """What is open on this thread, or in this process, that no test may leave open."""
-    hooks = torch_internals.hooks_before_all_steps()
+    hooks = torch.optim.optimizer._global_optimizer_pre_hooks
     left = {
         'a region': region.is_open() or torch.is_autocast_enabled(region.OPERANDS_SPARE),
         'suspended casts': region.is_suspended(),

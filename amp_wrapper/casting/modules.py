@@ -1,4 +1,4 @@
-"""Questions about one module: its own tensors, its device, whether it is a loss or a BatchNorm."""
+"""Questions about one module: its own tensors, its device, what its weights are computed from, whether it is a loss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..torch_internals import BatchNorm, Loss
 
@@ -47,3 +49,18 @@ def is_batchnorm(module: nn.Module) -> bool:
     """Whether ``module`` normalises over batches."""
     # mmcv's SyncBatchNorm is no subclass of torch's
     return isinstance(module, BatchNorm) or class_name(module) == 'SyncBatchNorm'
+
+
+def weight_hooks(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
+    """The hooks of ``torch.nn.utils.weight_norm`` and ``spectral_norm``, which compute weights anew before each forward.
+
+    Weights that :mod:`torch.nn.utils.parametrize` computes belong to a module of their own, which the FP32 registry names.
+    """
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))]
+
+
+def weight_sources(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers that such weights are computed from: they stay in FP32, and so does the computation."""
+    for hook in weight_hooks(module):
+        for ending in ('_g', '_v') if isinstance(hook, WeightNorm) else ('_orig', '_u', '_v'):
+            yield getattr(module, hook.name + ending)

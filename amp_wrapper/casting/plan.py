@@ -6,6 +6,7 @@ import enum
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,10 @@ from ..policy.fp32_registry import BCE_WARNING
 from ..policy.levels import Policy
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..shards import is_sharded
-from . import cast_module, checks, computed_weights, fp32_values, region, shard_check, state_dicts
+from . import cast_module, checks, fp32_values, region, shard_check, state_dicts
 from .kept import BATCHNORM, FOLLOWS, SHARED, kept_inputs, kept_modules
-from .modules import is_loss, is_table, own_tensors
-from .rule import Rule
+from .modules import is_loss, is_table, own_tensors, weight_hooks, weight_sources
+from .rule import Rule, rule_of
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
 
@@ -156,7 +157,7 @@ class CastPlan:
                 stays |= own[module]
         for module, role in self._roles.items():
             # of tables all stays, of modules whose weights are computed what those are computed from
-            stays |= own[module] if role is Role.TABLE else set(computed_weights.sources_of(module))
+            stays |= own[module] if role is Role.TABLE else set(weight_sources(module))
         return stays
 
     def _sort_tensors(self, stays: set[Tensor]) -> None:
@@ -290,7 +291,7 @@ class CastPlan:
             # where autocast is on
             return replace(rule, sources=HALF_TYPES, gives_back=gives_back, sets_autocast=True)
         if role is Role.CAST and half is not None:
-            sources = computed_weights.sources_of(module)
+            sources = weight_sources(module)
             is_cast = is_parametrized(module) or any(weight.dtype in CASTABLE for weight in (*weights, *sources))
             kept = self._kept_inputs.get(id(module), ())
             if is_cast or kept:
@@ -305,8 +306,18 @@ def _add_hooks(module: nn.Module) -> None:
         module.flatten_parameters()
     if state_dicts.save not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(state_dicts.save)  # type: ignore[no-untyped-call]
-    if any(True for _ in computed_weights.sources_of(module)):
-        module.register_forward_pre_hook(computed_weights.cast)
+    if any(True for _ in weight_sources(module)):
+        module.register_forward_pre_hook(_cast_computed)
+
+
+def _cast_computed(module: nn.Module, args: Any) -> None:
+    """Let computed weights take the type that a module computes in; differentiable. A hook behind those that compute them."""
+    rule = rule_of(module) or Rule()
+    for hook in weight_hooks(module) if rule.inputs is not None else ():
+        value = getattr(module, hook.name, None)
+        # a parameter again, once the normalisation is removed
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.dtype in CASTABLE:
+            setattr(module, hook.name, value.to(rule.inputs))
 
 
 def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
