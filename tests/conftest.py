@@ -27,6 +27,7 @@ import torch._dynamo
 from hypothesis import Phase, settings
 from missing import SkipsWhatLacksAPackage, missing
 from op_lists import ops_from, skip_without_library
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_wrapper.casting import region
 
@@ -112,7 +113,7 @@ def _same_start(request: pytest.FixtureRequest, device: torch.device) -> None:
 
 def _left_behind() -> list[str]:
     """What is open on this thread, or in this process, that no test may leave open."""
-    hooks = torch.optim.optimizer._global_optimizer_pre_hooks
+    hooks = _global_optimizer_pre_hooks
     left = {
         'a region': region.is_open() or torch.is_autocast_enabled(region.OPERANDS_SPARE),
         'suspended casts': region.is_suspended(),

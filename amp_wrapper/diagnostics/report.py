@@ -182,7 +182,7 @@ def _run(task: Task, run: Callable[[nn.Module], Any], policy: Policy) -> tuple[d
 
     def forward(copied: nn.Module) -> Pass:
         result = run(copied)
-        losses.extend(float(each) for each in [result] if isinstance(each, Tensor) and not each.dim())
+        losses.extend(each.item() for each in [result] if isinstance(each, Tensor) and not each.dim())
         return []
 
     with sandbox(task.model, policy, attach=task.attach) as box:
