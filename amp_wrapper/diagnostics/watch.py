@@ -69,7 +69,8 @@ class SkippedSteps(StepObserver):
         named = {f'models[{index}]' if len(models) > 1 else '': model for index, model in enumerate(models)}
         self._model = models[0] if len(models) == 1 else nn.ModuleDict(named)
         self._attach, self._publish, self._around = attach, publish, around
-        self._record, self._depth = StepRecord(), threading.local()
+        # the states are those of the random generators at the last call
+        self._record, self._depth, self._states = StepRecord(), threading.local(), dict[str, Any]()
         self._watchers = [Watcher(partial(self._enter, name), self._leave).watch(named[name]) for name in named]
         self._pending: tuple[StepRecord, LateRead] | None = None
         self._reports_left = MOST_REPORTS
@@ -116,7 +117,8 @@ class SkippedSteps(StepObserver):
         self._depth.value = getattr(self._depth, 'value', 0) + 1
         if self._depth.value == 1 and torch.is_grad_enabled():
             # models change the dicts and lists that they are given
-            call = CallRecord(name, _same_tensors((args, kwargs)), random_state.capture(), region.is_open())
+            self._states = random_state.capture(self._states)
+            call = CallRecord(name, _same_tensors((args, kwargs)), self._states, region.is_open())
             self._record.dropped += len(self._record.calls) == MOST_CALLS
             self._record.calls[:] = [*self._record.calls[1 - MOST_CALLS :], call]
 

@@ -271,7 +271,8 @@ class Gradients:
     def _count_writes(self) -> list[int]:
         found = attributes.gradients([*self.params.parameters(), *self.params.behind_masters])
         # FSDP2 adds to the local shards, behind the back of the counters of whole tensors
-        return attributes.versions([*map(local_part, found)] if any_sharded(found) else found)
+        parts = map(local_part, found) if any_sharded(found) else found
+        return [-1 if part is None else part._version for part in parts]
 
 
 # -- lists of gradients ------------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def multiply(parameters: Sequence[nn.Parameter], factor: Tensor | None, found_in
         AmpUsageError: A gradient shares memory with another, or has elements that share it. No gradient changes then.
     """
     if (factor is not None or found_inf is not None) and (values := values_of(parameters)):
-        places = attributes.addresses([value for value in values if value.numel()])
+        places = [value.data_ptr() for value in values if value.numel()]
         with _refused_gradients():
             if len(set(places)) < len(places):
                 raise ValueError('two of them begin at one address.')

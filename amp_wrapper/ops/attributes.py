@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -17,19 +17,9 @@ from ..torch_internals import is_traceable_wrapper_subclass
 GRADIENT, VERSION = operator.attrgetter('grad'), operator.attrgetter('_version')
 
 
-def versions(tensors: Iterable[Tensor | None]) -> list[int]:
-    """torch's version counter of each tensor, -1 for None."""
-    return [-1 if tensor is None else tensor._version for tensor in tensors]
-
-
-def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Where the memory of each tensor begins."""
-    return list(map(Tensor.data_ptr, tensors))
-
-
 def places(tensors: Sequence[Tensor]) -> list[Any]:
     """Where the memory of each tensor begins; and how each lies there, where not all are contiguous."""
-    found: list[Any] = addresses(tensors)
+    found: list[Any] = list(map(Tensor.data_ptr, tensors))
     if not all(map(Tensor.is_contiguous, tensors)):
         found += [(tensor.shape, tensor.stride()) for tensor in tensors]
     return found
