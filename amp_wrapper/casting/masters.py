@@ -139,7 +139,9 @@ class Masters:
         """
         twice = [self._pairs[weight].name for weight in weights if weight in self._pairs and self.kind == 'whole']
         if twice:
-            raise AmpUsageError(f'{some(twice)} was added to the optimizer a second time: leave it out of the groups.')
+            raise AmpUsageError(
+                f'{some(twice)} has a master in the optimizer already: leave it out of add_param_group().'
+            )
         new = [p for p in weights if p not in self._pairs and (p in pairs or p not in self._frozen)]
         for weight in new:
             name = self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
@@ -233,15 +235,15 @@ class Masters:
             own, beside = (weight, pair.partner) if side == 'weight' or pair.is_split else (pair.partner, weight)
             weight_edited, master_edited = pair.edited(weight)
             would_be_lost = pair.is_split or (master_edited if side == 'weight' else weight_edited)
-            if would_be_lost if given is None else id(beside) in given:
+            if (would_be_lost if given is None else id(beside) in given) and id(own) not in (given or ()):
                 unclear.append(pair.name)
             elif given is None or id(own) in given:
                 chosen.append(weight)
         if unclear:
             raise AmpUsageError(
-                f'{side}s_changed() does not tell which side of {some(unclear)} counts: the {other} was named or written to, '
-                f"or master_weights='split' makes one of both. Say what you edited: weights_changed([model.fc.weight]), or "
-                f'masters_changed([...]) with what amp.master_params gives.'
+                f'{side}s_changed() does not tell which side of {some(unclear)} counts: you named the {other}, or it was '
+                f"written to, or there are no masters (master_weights='split'). Name what you edited: "
+                f'weights_changed([model.fc.weight]), or masters_changed([...]) with what amp.master_params gives.'
             )
         if side == 'master' and self.kind == 'whole':
             fp32_values.masters_win(chosen)

@@ -78,7 +78,14 @@ def find_roots(
         parameters, parts = set(map(id, module.parameters())), set(map(id, module.modules()))
         # which has no forward of its own
         is_list = isinstance(unwrap(module), (nn.ModuleList, nn.ModuleDict))
-        if parameters and parameters <= owned and not is_list and id(module) not in inside and parts.isdisjoint(done):
+        if id(module) in inside or not parameters <= owned or not parameters or is_list:
+            continue
+        if parts.isdisjoint(done):
             roots.append((name, unwrap(module)))
             inside |= parts
+        elif id(unwrap(module)) not in done and any(True for _ in unwrap(module).parameters(recurse=False)):
+            raise AmpAttachError(
+                f'{name} ({type(module).__name__}) has parameters of its own around a module that another wrapper casts: move '
+                f'them into a module of their own, or give the whole to one optimizer.'
+            )
     return roots

@@ -121,10 +121,14 @@ def shard(
         unfit = [class_name(part) for part in model.modules() if is_parallel(part)]
         unfit += [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
         if unfit:
-            raise AmpAttachError(f'{some(unfit)}: hand over a whole model without DDP, or leave mesh out.')
+            raise AmpAttachError(
+                f'{some(unfit)} is sharded already, or a wrapper: hand over the whole model, without DDP.'
+            )
         plan = CastPlan([('', model)], policy, leave, average)
         if plan.rounded and not has_16bit_shards(policy):
-            raise AmpAttachError(f'{some(plan.rounded)}: 16-bit already. Hand over the FP32 model, for FP32 shards.')
+            raise AmpAttachError(
+                f'{some(plan.rounded)} is 16-bit already: shards are FP32, so hand over the FP32 model.'
+            )
         half.update(plan.parameters.values())
         calls += order_of_calls(model, find_blocks(model, sharding.blocks), half)
     for optimizer in optimizers:
@@ -211,7 +215,7 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         model: Not sharded; tensors on the meta device are left alone.
         mesh: Of all ranks that will hold a part of it.
     """
-    for tensor in [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]:
+    for tensor in [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta and mesh.size() > 1]:
         value = tensor.detach().to(mesh.device_type).contiguous()
         for group in mesh.get_all_groups():
             torch.distributed.broadcast(value, group=group, group_src=0)

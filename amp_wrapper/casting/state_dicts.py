@@ -44,7 +44,8 @@ def save(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -
 def load(module: nn.Module, own: Callable[[], None], state_dict: Any, prefix: str) -> None:
     """Load a module, so that values reach the masters unrounded, and parameters keep their identity.
 
-    A weight that is the loaded value rounded gives its master the value itself; one that somebody changed otherwise is edited.
+    A weight that is the loaded value rounded gives its master the value itself; one that a loader changed otherwise wins as it
+    is, over whatever was written to the weight or its master before.
     What ``assign=True`` replaced is put back: the optimizer and DDP hold the old parameters.
 
     Args:
@@ -53,16 +54,18 @@ def load(module: nn.Module, own: Callable[[], None], state_dict: Any, prefix: st
         state_dict: Its hooks may change the keys.
         prefix: Of the names of the module.
     """
-    before = dict(own_tensors(module))
+    before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module)}
     own()
     for name, now in own_tensors(module):
-        tensor = before.get(name, now)
+        tensor, version = before.get(name, (now, now._version))
         if now is not tensor:
             tensor.copy_(now)
             setattr(module, name, tensor)
         value = state_dict.get(prefix + name)
         if tensor in fp32_values.pairs and isinstance(value, Tensor) and _is_rounded(value, tensor):
             fp32_values.write_fp32(tensor, value)
+        elif tensor._version != version:
+            fp32_values.weights_win([tensor])
 
 
 def _is_rounded(value: Tensor, weight: Tensor) -> bool:

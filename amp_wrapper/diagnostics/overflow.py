@@ -18,7 +18,7 @@ from ..policy.levels import IN_BFLOAT16, LEVEL_TABLE
 from ..policy.nested import HALF_TYPES
 from ..shards import local
 from .page import Page, Table
-from .replay import MOST_CALLS, Remedy, Replay, StepRecord, run_call
+from .replay import MOST_CALLS, Remedy, Replay, StepRecord, run_call, versions_of
 from .sandbox import Attach, own_functions, sandbox
 from .watches import BACKWARD, FORWARD, NAN, BadOp, Maximum, called, is_bad
 
@@ -132,15 +132,14 @@ def diagnose(step: StepRecord, model: nn.Module, engine: Engine, attach: Attach)
     return found
 
 
-def _names(value: Any, depth: int = 6) -> Iterator[str]:
-    """Yield the texts of a batch, in dicts and in ``metainfo`` of objects, that are called like a path, a name or an id."""
+def _names(value: Any, key: str = '', depth: int = 6) -> Iterator[str]:
+    """Yield the texts and numbers of a batch, in dicts and in ``metainfo``, that are called like a path, a name or an id."""
     parts = getattr(value, 'metainfo', value)
-    items = parts.items() if isinstance(parts, dict) else enumerate(parts) if isinstance(parts, (list, tuple)) else ()
-    for key, item in items:
-        if isinstance(item, str) and str(key).endswith(('path', 'name', 'id')):
-            yield item
-        elif depth:
-            yield from _names(item, depth - 1)
+    if isinstance(parts, (str, int)) and key.endswith(('path', 'name', 'id', 'idx')):
+        yield str(parts)
+    elif depth and isinstance(parts, (dict, list, tuple)):
+        for name, item in parts.items() if isinstance(parts, dict) else ((key, item) for item in parts):
+            yield from _names(item, str(name), depth - 1)
 
 
 def _helps(remedies: list[Remedy]) -> list[str]:
@@ -196,7 +195,7 @@ class _Examination:
         if not step.calls:
             what = 'no call of the whole model that gives tensors with gradients was seen: it is called part by part, gives an '
             return _not_replayed(f'{what}object of its own class, or torch.compile hides it (train without it).')
-        if not all(call.current_versions() == call.versions for call in step.calls):
+        if not all(versions_of(call.given) == call.versions for call in step.calls):
             return _not_replayed('its inputs were written to, by the model itself or after its forward pass.')
         again = self._run(traced=True)
         if again.refused:
@@ -328,7 +327,8 @@ class _Examination:
 
 
 def _not_replayed(why: str) -> Diagnosis:
-    return Diagnosis('not_replayed', f'The step could not be run again: {why} No other step is examined.')
+    text = 'No other step is examined. NonfiniteHook, in scripts nonfinite_watch, names the module of a forward pass.'
+    return Diagnosis('not_replayed', f'The step could not be run again: {why.rstrip(".")}. {text}')
 
 
 def _fp32(weight: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ class Run(NamedTuple):
         low, high = min(self.rows) if first is None else first, max(self.rows) if last is None else last
         rows = {at: row for at, row in self.rows.items() if low <= at <= high}
         if not rows:
-            there = f'{self.name} has iterations {min(self.rows)} to {max(self.rows)}'
-            raise AmpUsageError(f'nothing to draw from={low} to={high}: {there}.')
+            there = f'{min(self.rows)} to {max(self.rows)}'
+            raise AmpUsageError(f'nothing to draw from={low} to={high}: {self.name} has iterations {there}.')
         return Run(self.name, rows, [at for at in self.resumed if at in rows])
 
 

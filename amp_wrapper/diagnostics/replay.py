@@ -30,6 +30,11 @@ class LossRecord(NamedTuple):
     made_by: str
 
 
+def versions_of(value: Any) -> list[int]:
+    """Return the version counters of the tensors in a value; 0 for those of inference, which have none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_of(value)]
+
+
 @dataclasses.dataclass
 class CallRecord:
     """One forward call of a model, from outside of any other.
@@ -39,26 +44,19 @@ class CallRecord:
         given: Its ``args`` and ``kwargs`` as they came, before any cast.
         states: Of the random generators before the call.
         surrounds: Whether the engine surrounded it, as mmengine's wrapper does.
+        versions: Of the arguments, before the call: :func:`versions_of`.
         gradients: The scaled gradient of each tensor of numbers in the outputs, by its place among them; a sum where several
             losses gave one.
         losses: The places of these losses in the step.
-        versions: Version counters of the tensors among the arguments.
     """
 
     name: str
     given: tuple[tuple[Any, ...], dict[str, Any]]
     states: dict[str, Any]
     surrounds: bool
+    versions: list[int]
     gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     losses: set[int] = dataclasses.field(default_factory=set)
-    versions: list[int] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self.current_versions()
-
-    def current_versions(self) -> list[int]:
-        """Return the version counters as they are now."""
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors_of(self.given)]
 
     @property
     def has_bad_gradients(self) -> bool:

@@ -146,11 +146,11 @@ def sandbox(
         if make_optimizer is not None and not isinstance(optimizer, Optimizer):
             raise AmpUsageError(f'make_optimizer(model) gave {optimizer!r}: it must return a torch.optim.Optimizer.')
         engine = Engine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
-        originals = set(map(id, model.modules()))
+        originals, here = set(map(id, model.modules())), threading.get_ident()
 
         def refuse(module: nn.Module, args: Any) -> None:
-            if id(module) in originals:
-                raise AmpUsageError('the original was called: loss_fn has to call the model that it is given, a copy.')
+            if id(module) in originals and _is_on(here):
+                raise AmpUsageError(f'{type(module).__name__} of the original was called, not that of the copy.')
 
         hook = register_module_forward_pre_hook(refuse)
         try:
@@ -191,6 +191,11 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def _is_on(thread: int) -> bool:
+    """Return whether this thread is the one, or one of autograd, which recomputes checkpointed segments: not made by Python."""
+    return threading.get_ident() == thread or isinstance(threading.current_thread(), threading._DummyThread)
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Tell this thread that ``torch.distributed`` is not initialised, and refuse collective calls.
@@ -208,9 +213,7 @@ def alone() -> Iterator[None]:
 
     def instead(original: Callable[..., Any], answer: object) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # threads of autograd, which recompute checkpointed segments, were not made by Python
-            is_here = threading.get_ident() == here or isinstance(threading.current_thread(), threading._DummyThread)
-            return answer if is_here else original(*args, **kwargs)
+            return answer if _is_on(here) else original(*args, **kwargs)
 
         return call
 

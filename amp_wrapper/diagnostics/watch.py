@@ -25,7 +25,7 @@ from ..policy.options import Option, is_count
 from ..shards import is_sharded, local, rank
 from .overflow import Diagnosis, diagnose
 from .page import finite
-from .replay import MOST_CALLS, CallRecord, LossRecord, StepRecord
+from .replay import MOST_CALLS, CallRecord, LossRecord, StepRecord, versions_of
 from .sandbox import Attach
 from .watches import is_bad, numbers
 
@@ -87,8 +87,7 @@ class SkippedSteps(StepObserver):
     def see_loss(self, engine: Engine, loss: Tensor, loss_id: int) -> None:
         """Record a loss that is about to be scaled, for a backward pass."""
         self._read_flag(engine, wait=False)
-        scale = engine.scales.pinned(loss_id)
-        made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
+        scale, made_by = engine.scales.pinned(loss_id), '' if loss.grad_fn is None else loss.grad_fn.name()
         scale = None if scale is None else scale.clone()
         self._record.losses.append(LossRecord(loss_id, loss.detach(), scale, made_by))
 
@@ -118,7 +117,8 @@ class SkippedSteps(StepObserver):
         if self._depth.value == 1 and torch.is_grad_enabled():
             # models change the dicts and lists that they are given
             self._states = random_state.capture(self._states)
-            call = CallRecord(name, _same_tensors((args, kwargs)), self._states, region.is_open())
+            given = _same_tensors((args, kwargs))
+            call = CallRecord(name, given, self._states, region.is_open(), versions_of(given))
             self._record.dropped += len(self._record.calls) == MOST_CALLS
             self._record.calls[:] = [*self._record.calls[1 - MOST_CALLS :], call]
 
@@ -296,7 +296,7 @@ class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
                     log(iteration, dict(self._latest))
                 except Exception as error:
                     if name not in self._failed:
-                        logger.warning(f'amp: {name} failed at step {iteration} ({one_line(error)}), and goes on')
+                        logger.warning(f'amp: {name} failed at step {iteration}, and is called on ({one_line(error)})')
                     self._failed.add(name)
 
     def _publish(self, found: Diagnosis) -> str:

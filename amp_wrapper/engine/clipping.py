@@ -112,10 +112,6 @@ class GradientClip:
             total = torch.maximum(total, norm) if self.norm_type == math.inf else total + norm.square() / count
         return total
 
-    def norm_of(self, power: Tensor) -> Tensor:
-        """The norm, a float32 scalar, from what the :meth:`power` of all ranks came to."""
-        return (power if self.norm_type == math.inf else power.sqrt()).float()
-
     def step_arguments(self) -> dict[str, float]:
         """Return the keyword arguments of :func:`~amp_wrapper.ops.fused_adam` that clip."""
         name = _CLIP_KEYS[self.kind][0]

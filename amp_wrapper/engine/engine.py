@@ -272,10 +272,11 @@ class Engine:
         if layout.groups and (checks or power is not None):
             flags = self.flags.all()
             numbers = [flags.double()] if power is None else [flags.double(), power.to(self.device)]
-            found = layout.exchange(torch.cat(numbers), clip is not None and clip.norm_type == math.inf)
+            is_greatest = clip is not None and clip.norm_type == math.inf
+            found = layout.exchange(torch.cat(numbers), is_greatest)
             # a sum of flags is no flag
             self.flags.take(found[: len(flags)].clamp(max=1).float())
-            return None if clip is None or power is None else clip.norm_of(found[-1])
+            return None if power is None else (found[-1] if is_greatest else found[-1].sqrt()).float()
         for group in self.ddp.groups() if checks and not layout.groups else ():
             flags = self.flags.all()
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
@@ -314,9 +315,8 @@ class Engine:
             **kwargs: For it (``set_to_none``).
         """
         assert self.optimizer is not None
-        own = own or self.optimizer.zero_grad
         self.drop_flags()
-        own(**kwargs)
+        (own or self.optimizer.zero_grad)(**kwargs)
         self.gradients.clear(kwargs.get('set_to_none', True))
         self.is_accumulating = False
 

@@ -115,6 +115,12 @@ def takes_flag(optimizer: Optimizer) -> bool:
 # -- calls of their methods --------------------------------------------------------------------------------------------
 
 
+@untraced
+def _call_front(front: Callable[..., Any], function: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    # no function of one optimizer is untraced itself: before 2.13, torch lets such a function hold itself
+    return front(function.__get__(optimizer), *args, **kwargs)
+
+
 def put_in_front(optimizer: Optimizer, name: str, front: Callable[..., Any]) -> None:
     """Let calls of a method of one optimizer lead through a function.
 
@@ -135,10 +141,9 @@ def put_in_front(optimizer: Optimizer, name: str, front: Callable[..., Any]) -> 
     # a bound method would keep its object alive, in which it lies
     owner: Any = ref(optimizer)
 
-    @untraced
     @functools.wraps(getattr(own, '__func__', own))
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return front(function.__get__(self), *args, **kwargs)
+        return _call_front(front, function, self, args, kwargs)
 
     @functools.wraps(method)
     def bound(*args: Any, **kwargs: Any) -> Any:

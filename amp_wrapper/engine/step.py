@@ -190,11 +190,11 @@ def _gather(engine: Engine, optimizer: FusedOptimizer, clip: Clip, lists: StepLi
 def _step_fused(engine: Engine, optimizer: FusedOptimizer, clip: Clip, update: Update, run: Run) -> StepResult:
     """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
     scales = engine.scales
-    optimizer.update = update
+    optimizer.amp_update = update
     try:
         run()
     finally:
-        optimizer.update = None
+        optimizer.amp_update = None
     info = update.decision
     if info is None:
         raise AmpUsageError('parameters are not what the ops stepped before: nothing was changed, step once more.')

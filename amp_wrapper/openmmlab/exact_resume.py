@@ -161,8 +161,12 @@ class _SeededIterator:
 
     def __init__(self, runner: Any, loop: Any) -> None:
         self._runner, self._iterator, self._index, self._seen = runner, loop.dataloader_iterator, 0, loop.iter
+        self._is_over = loop.iter >= loop.max_iters
 
     def __next__(self) -> Any:
+        if self._is_over:
+            # nothing is left to train, though mmengine passes over the data all the same
+            return None
         if 0 < self._index <= self._seen:
             seed_for(self._runner, 'iter', self._index)
         self._index += 1

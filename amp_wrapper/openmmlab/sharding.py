@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from .. import distributed_internals
 from ..casting.sharding import Sharding, begin_alike, shard
-from ..errors import AmpAttachError, AmpConfigError, some
+from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import Policy, resolve
 from ..policy.options import is_count, plain
 from ..registry import MODEL_WRAPPERS
@@ -50,30 +50,45 @@ class MMFullyShard(nn.Module):
         module: A model of mmengine, whole.
         mesh: A ``DeviceMesh``, or its shape: ``(8,)`` shards over eight ranks, ``(2, 4)`` over four and repeats that twice.
             None: over all ranks.
+        blocks: As for :func:`amp_wrapper.fully_shard`.
+        reduce_dtype: As there.
+        reshard_after_forward: As there.
+        offload: As there.
         no_sync: Whether, while gradients are accumulated over several iterations, each rank keeps whole gradients of its own
             until the last one. Saves communication, and costs the memory of all gradients of the model. They are summed, and
             averaged, in ``reduce_dtype``, which is FP32 then unless another one is given.
         checkpoints: 'whole': rank 0 puts the states together and writes a file. 'sharded': each rank writes its own shards to a
             folder, which is read by any number of ranks.
-        **given: ``blocks``, ``reduce_dtype``, ``reshard_after_forward`` and ``offload``, as for
-            :func:`amp_wrapper.fully_shard`.
 
     Raises:
-        AmpConfigError: A mesh that does not fit the number of processes; no such kind of checkpoints; no such option.
+        AmpConfigError: A mesh that does not fit the number of processes; no such kind of checkpoints.
     """
 
     #: Gradients are averaged after a cast as before it.
     survives_cast = True
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh = None, *, no_sync: bool = False, checkpoints: str = 'whole', **given: Any
+        self,
+        module: nn.Module,
+        mesh: Mesh = None,
+        blocks: str | type | Sequence[str | type] | None = None,
+        reduce_dtype: str | torch.dtype | None = None,
+        reshard_after_forward: bool | int | None = None,
+        offload: bool = False,
+        no_sync: bool = False,
+        checkpoints: str = 'whole',
     ) -> None:
         super().__init__()
         if checkpoints not in ('whole', 'sharded'):
-            raise AmpConfigError([f"checkpoints={checkpoints!r} must be 'whole' or 'sharded'."])
+            near = nearest(str(checkpoints), ('whole', 'sharded'))
+            raise AmpConfigError([f"checkpoints={checkpoints!r}{near} must be 'whole' or 'sharded'."])
         self.module = module
         self.checkpoints = checkpoints
-        self._mesh, self._options = mesh_of(mesh), given
+        self._mesh = mesh_of(mesh)
+        words = dict(
+            blocks=blocks, reduce_dtype=reduce_dtype, reshard_after_forward=reshard_after_forward, offload=offload
+        )
+        self._options: dict[str, Any] = words
         self._accumulates_apart = no_sync
         self._holds_back = False
         # what cannot mean anything at any level is an error now
@@ -107,7 +122,7 @@ class MMFullyShard(nn.Module):
         if self.is_sharded:
             return
         options = dict(self._options)
-        if self._accumulates_apart and policy.casts_model and options.get('reduce_dtype') is None:
+        if self._accumulates_apart and policy.casts_model and options['reduce_dtype'] is None:
             # torch adds up in this type what is averaged later
             options['reduce_dtype'] = 'float32'
         chosen = Sharding.of(self._mesh, options, policy)
@@ -180,7 +195,7 @@ def mesh_of(mesh: Mesh) -> DeviceMesh:
     sizes = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
     shape = tuple(map(plain, sizes))
     if len(shape) not in (1, 2) or not all(map(is_count, shape)) or torch.Size(shape).numel() != world:
-        raise AmpConfigError([f'mesh={mesh!r} must be None, or one size or two whose product is the {world} ranks.'])
+        raise AmpConfigError([f'mesh={mesh!r} must be None, or one or two sizes with the product {world}, the ranks.'])
     names = ('replicate', 'shard')[-len(shape) :]
     return init_device_mesh(torch.device(get_device()).type, shape, mesh_dim_names=names)
 

@@ -34,7 +34,7 @@ Tensors = Sequence[Tensor]
 
 @dataclasses.dataclass(eq=False)
 class Update:
-    """How one fused step is scaled, clipped, decided and copied; see :attr:`FusedOptimizer.update`.
+    """How one fused step is scaled, clipped, decided and copied; see :attr:`FusedOptimizer.amp_update`.
 
     Attributes:
         parameters: Those of all groups, in their order.
@@ -81,7 +81,7 @@ class FusedOptimizer(Optimizer):
 
     #: Set around a step by the engine that scales the loss: it is a fused one by this, ``grad_scale`` and ``found_inf`` do not
     #: count then, and ``step()`` takes it.
-    update: Update | None = None
+    amp_update: Update | None = None
     # whether the compiled ops serve the parameters; None for "ask again"
     _is_served: bool | None = None
     # for torch's steps: where the parameters lay, which groups it serves, and which fused ones the state is laid out for
@@ -186,7 +186,7 @@ class FusedOptimizer(Optimizer):
             return self._step_eagerly(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
         with torch.no_grad():
-            update = self.update
+            update = self.amp_update
             params = parameters_of(self) if update is None else update.parameters
             if update is not None:
                 update.decision = self._step_fused(params, update.gradients, update.partners, update.decide)

@@ -93,14 +93,14 @@ class Takes(nn.Linear):
 
 
 def test_samples_are_named() -> None:
-    """Names are in dicts, and in ``metainfo`` of objects."""
+    """Names are in dicts, also as lists, and in ``metainfo`` of objects."""
     model, optimizer = start('O5', model=Takes(4, 2))
     with amp.monitor(optimizer) as watch:
         sample = SimpleNamespace(metainfo={'img_path': 'b.png', 'scale': 'large', 'img_id': 7})
-        batch = {'x': nan_input(batches(1)[0]), 'more': [{'path': 'a.png'}, sample]}
+        batch = {'x': nan_input(batches(1)[0]), 'file_name': ['c.png', 'd.png'], 'more': [{'path': 'a.png'}, sample]}
         backward(model(batch).float().square().mean(), optimizer)
         optimizer.step()
-    assert [each.samples for each in watch.diagnoses] == [['a.png', 'b.png']]
+    assert [each.samples for each in watch.diagnoses] == [['c.png', 'd.png', 'a.png', 'b.png', '7']]
 
 
 def test_diagnosis_that_fails_does_not_end_training(log: list[str], tmp_path: Path, monkeypatch: Any) -> None:

@@ -260,7 +260,7 @@ def test_calls_name_the_side_that_was_written(level: str, door: str) -> None:
         with pytest.raises(AmpUsageError, match=rf'{call}\(\) does not tell .* fc\.weight counts: .* written to'):
             announce(run, call)
     assert bool((weight == 0.25).all()) and bool((master == 0.75).all())
-    with pytest.raises(AmpUsageError, match=r"weights_changed\(\) .*master_weights='split'.*Say what"):
+    with pytest.raises(AmpUsageError, match=r"weights_changed\(\) .*master_weights='split'.*Name what"):
         announce(trained(level, 'split'), 'weights_changed')
 
 

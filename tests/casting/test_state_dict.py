@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from toy_training import CAST, LEVELS, MASTERED, Training
 
-from amp_wrapper import AmpAttachError, AmpOptimWrapper, FusedSGD
+from amp_wrapper import AmpAttachError, AmpOptimWrapper, FusedSGD, amp
 
 F32 = torch.float32
 DOORS = ('amp', 'wrapper')
@@ -77,6 +77,26 @@ def test_load_reaches_the_fp32_values(level: str, loader: str, where: str, sourc
     for parameter in objects:
         parameter.data.fill_(9.0)
     assert differences(state, given) == []
+
+
+class Transposed(nn.Linear):
+    """Reads weights of another layout."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict = {**state_dict, f'{prefix}weight': state_dict[f'{prefix}weight'].t()}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.parametrize('level', MASTERED)
+def test_loader_of_its_own_wins_over_an_earlier_edit_of_the_master(level: str) -> None:
+    model = nn.Sequential(Transposed(2, 2))
+    model, optimizer = amp.initialize(model, FusedSGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    given = {'0.weight': torch.tensor([[1.0, 2.0], [3.0, 4.0]]), '0.bias': torch.zeros(2)}
+    with torch.no_grad():
+        next(amp.master_params(optimizer)).mul_(0.5)
+    model.load_state_dict(given)
+    assert torch.equal(model.state_dict()['0.weight'], given['0.weight'].t())
+    assert torch.equal(next(amp.master_params(optimizer)), given['0.weight'].t())
 
 
 @pytest.mark.parametrize('level', MASTERED)

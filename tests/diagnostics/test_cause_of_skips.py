@@ -323,6 +323,29 @@ def test_evaluations_and_thrown_away_batches_are_not_blamed() -> None:
         assert ('copy.deepcopy(model) failed' in found[0].text) == bool(what)
 
 
+def test_other_thread_may_call_the_model_during_a_diagnosis() -> None:
+    parts: list[nn.Linear] = []
+    errors: list[Exception] = []
+
+    def evaluate() -> None:
+        try:
+            parts[0](torch.ones(1, parts[0].in_features))
+        except Exception as error:
+            errors.append(error)
+
+    def on_another_thread(x: Tensor, evaluate: Any = evaluate) -> Tensor:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+        return in_range_of_fp32(x)
+
+    model = Deep()
+    parts.append(model.blocks[1].fc2)
+    model.blocks[2].place = Fault(on_another_thread)
+    (found,) = examine(model, 'O2', batches(1))
+    assert (found.cause, found.module, errors) == ('forward_range', DEEP, [])
+
+
 # -- words -----------------------------------------------------------------------------------------------------------
 
 #: What FP32 cannot do either, and what the text says of it.

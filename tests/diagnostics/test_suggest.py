@@ -499,6 +499,6 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
 def test_loss_of_another_model_is_refused_and_leaves_it_alone() -> None:
     model = Plain()
     before = snapshot(model, None)
-    with pytest.raises(AmpError, match='has to call the model that it is given'):
+    with pytest.raises(AmpError, match='of the original was called, not that of the copy'):
         suggest(model, lambda _, batch: cross_entropy(model, batch))
     assert differences(before, snapshot(model, None)) == []
