@@ -6,6 +6,7 @@ Nothing here loads ``torch._dynamo``, which takes seconds, before something is c
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +40,12 @@ def name_without_wrappers(name: str) -> str:
 def is_loaded() -> bool:
     """Whether ``torch._dynamo`` is loaded: before, nothing was compiled. In every version since 2.0."""
     return 'torch._dynamo' in sys.modules
+
+
+def forget_graphs() -> None:
+    """Forget what was compiled, before classes of modules change: torch 2.9 does not look at them before it takes a graph."""
+    if is_loaded() and (2, 7) <= VERSION < (2, 11):
+        torch.compiler.reset()
 
 
 def eager() -> AbstractContextManager[Any]:
@@ -175,21 +182,30 @@ def keeps_compiled_functions(module: nn.Module) -> bool:
 COMPILED_CALL = '_compiled_call_impl'
 
 
-def _traced_tensors() -> list[Tensor]:
+def _traced_nodes() -> list[Any]:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    values = [node.meta.get('example_value') for node in InstructionTranslator.current_tx().output.graph.nodes]
-    return [value for value in values if isinstance(value, Tensor)]
+    return list(InstructionTranslator.current_tx().output.graph.nodes)
+
+
+def _traced_tensor(node: Any) -> Any:
+    return node.meta.get('example_value') if isinstance(node, torch.fx.Node) else None
 
 
 def last_traced_tensor() -> int:
     """What :func:`was_written` knows the last tensor by of the graph that is being traced. In every version since 2.1."""
-    return id(_traced_tensors()[-1])
+    return id([each for each in map(_traced_tensor, _traced_nodes()) if isinstance(each, Tensor)][-1])
 
 
 def was_written(tensor: int) -> bool:
     """Whether the graph that is being traced has written to a tensor of :func:`last_traced_tensor`.
 
-    In inference mode tensors do not count what is written to them, and what is written by lists is not counted.
+    In inference mode tensors do not count what is written to them, and what is written by lists is not counted. Before 2.11,
+    items that are set are not counted either, and are looked for.
     """
-    return any(id(each) == tensor and not each.is_inference() and each._version > 0 for each in _traced_tensors())
+    nodes = _traced_nodes()
+    items = [node.args[0] for node in nodes if node.target is operator.setitem]
+    counted = [each for each in map(_traced_tensor, nodes) if isinstance(each, Tensor) and not each.is_inference()]
+    return any(id(_traced_tensor(each)) == tensor for each in items) or any(
+        id(each) == tensor and each._version > 0 for each in counted
+    )

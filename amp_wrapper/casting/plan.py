@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .. import torch_internals
+from .. import compiler_internals, torch_internals
 from ..errors import AmpAttachError
 from ..policy import said_once
 from ..policy.fp32_registry import BCE_WARNING
@@ -202,6 +202,7 @@ class CastPlan:
         """Cast the tensors, and let calls of the modules follow their rules."""
         policy, rules = self.policy, self._rules()
         region.reach()
+        compiler_internals.forget_graphs()
         if policy.runs_16_bit and policy.verbosity >= 1:
             said_once.said.clear()
         for rule in rules.values():

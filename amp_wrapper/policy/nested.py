@@ -123,7 +123,8 @@ def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, (list, tuple)):
-        return enumerate(value)
+        # before 2.13, graphs know no truth of an enumeration
+        return list(enumerate(value))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
     return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]

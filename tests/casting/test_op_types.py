@@ -381,6 +381,9 @@ def outcome(write: Call, dtype: torch.dtype, source: Tensor) -> Any:
 def test_writes_into_integers_and_float64_are_those_of_plain_torch(level: str, both: Forwards) -> None:
     wrong = []
     for name, write in (ALL_WRITES | ARITHMETIC).items():
+        if name == 'mvlgamma_' and torch.__version__.startswith('2.9.'):
+            # plain torch 2.9 ends there with a signal
+            continue
         for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64):
             for x in (torch.randn(4, 4).to(HALF[level]), torch.randn(4, 4)):
                 found = both(level, outcome, write, dtype, x).seen
