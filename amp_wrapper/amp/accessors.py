@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.format import read_apex, write_apex
-from ..diagnostics.sandbox import read_options
 from ..diagnostics.watch import OPTIONS, Log, TrainingWatch, lines_to
 from ..engine import Engine, attach_together
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, logger, short
 from ..policy.nested import parameters_of
+from ..policy.options import read_options
 from .registry import Optimizers, registry
 
 

@@ -20,10 +20,11 @@ from ..errors import AmpConfigError, AmpUsageError, some
 from ..policy import OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.autocast_lists import FLOAT32, OP_RULES
 from ..policy.fp32_registry import FP32_OPS
+from ..policy.options import read_options
 from ..torch_internals import TorchDispatchMode, graph_task_id
 from . import watches
 from .page import Page, Table
-from .sandbox import LOSS_FN, Pass, Task, check_loss, read_options, run_step, sandbox
+from .sandbox import LOSS_FN, Pass, Task, check_loss, run_step, sandbox
 
 #: What is called outside of the model: a loss function.
 OUTSIDE = '(outside the model)'

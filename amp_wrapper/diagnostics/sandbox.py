@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from ..checkpoint import random_state
 from ..compiler_internals import COMPILED_CALL, eager
 from ..engine import Engine, attach_together, backward, before_forward, forward_context, take_step
 from ..engine.clipping import GradientClip
-from ..errors import AmpConfigError, AmpUsageError
+from ..errors import AmpUsageError
 from ..policy import Policy
 from ..policy.options import Option
 from ..shards import any_sharded
@@ -232,19 +232,6 @@ def alone() -> Iterator[None]:
 Pass = Sequence[tuple[Tensor, Tensor | None]]
 #: What several tools take.
 LOSS_FN = Option(None, (callable,), 'a function from the model and a batch to the loss')
-
-
-def read_options(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check arguments by a table.
-
-    Raises:
-        AmpConfigError: All that are wrong, in one message.
-    """
-    problems: list[str] = []
-    found = {name: option.read(name, given[name], problems) for name, option in table.items()}
-    if problems:
-        raise AmpConfigError(problems)
-    return found
 
 
 class Task(NamedTuple):

@@ -23,9 +23,9 @@ from ..errors import AmpConfigError, AmpUsageError, one_line
 from ..optim import FusedAdamW
 from ..policy import LEVELS, OptLevel, PolicyOptions, resolve
 from ..policy.levels import LEVEL_TABLE
-from ..policy.options import Option, is_whole
+from ..policy.options import Option, is_whole, read_options
 from .page import Page, Table, percent
-from .sandbox import LOSS_FN, Task, isolated, read_options
+from .sandbox import LOSS_FN, Task, isolated
 from .try_levels import WARM_UP, Training, Tried, keep_what_overflows, scale_of
 from .watches import called
 

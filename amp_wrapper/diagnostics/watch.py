@@ -41,7 +41,7 @@ _PIECE = 2**20
 Log = Callable[[int, dict[str, Any]], object]
 #: A block around each examination, which keeps what a copy of a model writes to other places from them.
 Around = Callable[[], AbstractContextManager[None]]
-#: What ``amp.monitor`` and ``AmpMonitorHook`` take alike, for :func:`~amp_wrapper.diagnostics.sandbox.read_options`.
+#: What ``amp.monitor`` and ``AmpMonitorHook`` take alike, for :func:`~amp_wrapper.policy.options.read_options`.
 OPTIONS = {
     'interval': Option(None, (is_count, None), 'a whole number of steps, at least 1, or None'),
     'diagnose_overflow': Option(True, (True, False)),

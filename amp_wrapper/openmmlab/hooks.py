@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from ..casting import cast_module
 from ..casting.rule import Rule, rule_of
-from ..diagnostics.sandbox import Attach, read_options
+from ..diagnostics.sandbox import Attach
 from ..diagnostics.watch import OPTIONS, TrainingWatch
 from ..diagnostics.watches import NonfiniteWatch, copied_batch, named_tensors
 from ..engine import Engine, detach
 from ..errors import NonfiniteError
 from ..policy import OptLevel, resolve
+from ..policy.options import read_options
 from ..registry import HOOKS
 from . import attaching
 from .attaching import cast_data_element, inner_model, wrappers_of

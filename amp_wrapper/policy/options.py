@@ -98,6 +98,19 @@ def read_words(name: str, words: Mapping[str, Any], table: Mapping[str, Option],
     return {key: table[key].read(f'{name}[{key!r}]', words[key], problems) for key in words if key in table}
 
 
+def read_options(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments by a table.
+
+    Raises:
+        AmpConfigError: All that are wrong, in one message.
+    """
+    problems: list[str] = []
+    found = {name: option.read(name, given[name], problems) for name, option in table.items()}
+    if problems:
+        raise AmpConfigError(problems)
+    return found
+
+
 def _several(kinds: tuple[Any, ...], expected: str) -> Option:
     """An option that is one or several of some kinds."""
 
