@@ -267,7 +267,7 @@ def test_modules_of_a_sharded_run_know_the_version_of_a_file(here: Here) -> None
 
 @on_ranks()
 def test_configs_that_cannot_shard_end_before_the_training(here: Here) -> None:
-    for words, text in ((dict(mesh=(3,)), 'product is the 2 ranks'), (dict(blocks=['Linaer']), "'Linear'")):
+    for words, text in ((dict(mesh=(3,)), 'product 2, the ranks'), (dict(blocks=['Linaer']), "'Linear'")):
         config = config_of(here, 'sharded', 'O5')
         config['model_wrapper_cfg'] = dict(type='amp_wrapper.MMFullyShard', **words)
         with pytest.raises(AmpConfigError, match=text):
