@@ -37,12 +37,6 @@ constexpr const char* kSgd =
 constexpr const char* kNames[] = {"multi_tensor_scale",  "multi_tensor_axpby", "multi_tensor_isnonfinite",
                                   "multi_tensor_l2norm", "fused_adam",         "fused_sgd"};
 
-void check_without_memory(at::ITensorListRef tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.is_meta(), "A list has tensors on meta and on ", tensor.device(), ": all lie on one device.");
-  }
-}
-
 // Frees the lists of an op. It runs without Python's lock, and torch would take it anew for each tensor that nobody but Python
 // holds from then on; here it is taken once for all of them.
 void free_together(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -57,19 +51,14 @@ void free_together(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   if (has_python) PyGILState_Release(state);
 }
 
-// An op that only writes to its arguments, for tensors without memory.
-void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const std::size_t count = op.schema().arguments().size();
-  for (const c10::IValue& argument : torch::jit::last(*stack, count)) {
-    if (argument.isTensorList()) check_without_memory(argument.toTensorList());
+// Any op, for tensors without memory: it writes nothing, and a norm has a shape.
+void run_without_memory(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (const c10::IValue& argument : torch::jit::pop(*stack, op.schema().arguments().size())) {
+    for (const at::Tensor& tensor : argument.isTensorList() ? argument.toTensorVector() : std::vector<at::Tensor>()) {
+      TORCH_CHECK_VALUE(tensor.is_meta(), "A list has tensors on meta and on ", tensor.device(), ": all lie on one device.");
+    }
   }
-  torch::jit::drop(*stack, count);
-}
-
-at::Tensor norm_without_memory(const at::ITensorListRef& tensors, const std::optional<at::Tensor>&,
-                               const std::optional<at::Tensor>&) {
-  check_without_memory(tensors);
-  return at::empty({}, at::device(at::kMeta).dtype(at::kFloat));
+  if (!op.schema().returns().empty()) torch::jit::push(*stack, at::empty({}, at::device(at::kMeta).dtype(at::kFloat)));
 }
 
 }  // namespace
@@ -81,11 +70,7 @@ TORCH_LIBRARY(amp_wrapper, library) {
 }
 
 TORCH_LIBRARY_IMPL(amp_wrapper, Meta, library) {
-  for (const char* name : kNames) {
-    if (std::string(name) == "multi_tensor_l2norm") continue;
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&write_nothing>());
-  }
-  library.impl("multi_tensor_l2norm", norm_without_memory);
+  for (const char* name : kNames) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_without_memory>());
 }
 
 // The ops are not differentiable: what torch asks first records nothing.

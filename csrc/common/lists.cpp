@@ -67,7 +67,7 @@ Lists::Lists(c10::Device device, std::initializer_list<List> lists, OptionalTens
   }
 }
 
-c10::Device device_of(c10::DeviceType type, at::ITensorListRef tensors,
+c10::Device device_of(c10::DeviceType type, TensorList tensors,
                       std::initializer_list<const std::optional<at::Tensor>*> scalars) {
   c10::Device device = type;
   for (const auto* scalar : scalars) {

@@ -14,8 +14,10 @@
 namespace amp_wrapper {
 
 using OptionalTensor = const std::optional<at::Tensor>&;
+// The tensors stay where torch keeps them: copies would count references.
+using TensorList = const at::ITensorListRef&;
 
-// An argument of an op. Its tensors stay where torch keeps them: copies would count references.
+// An argument of an op.
 struct List {
   const char* name;
   at::ITensorListRef tensors;
@@ -49,7 +51,7 @@ class Lists {
 };
 
 // The device of the tensors, or of the first scalar where there are none, which has to be of `type`.
-c10::Device device_of(c10::DeviceType type, at::ITensorListRef tensors,
+c10::Device device_of(c10::DeviceType type, TensorList tensors,
                       std::initializer_list<const std::optional<at::Tensor>*> scalars);
 
 // An argument, or one of a list.

@@ -9,38 +9,6 @@ namespace {
 
 bool is_half(c10::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// A partner is the parameter itself for none, a copy of the same type, a 16-bit copy of a float32 parameter, or the int16
-// remainder of a 16-bit one.
-void check_partners(at::ITensorListRef params, at::ITensorListRef partners) {
-  auto param = params.begin();
-  auto partner = partners.begin();
-  for (std::size_t i = 0; i < std::min(params.size(), partners.size()); ++i, ++param, ++partner) {
-    const c10::ScalarType type = (*param).scalar_type();
-    const c10::ScalarType other = (*partner).scalar_type();
-    const bool fits = other == at::kShort ? is_half(type) : other == type || (is_half(other) && type == at::kFloat);
-    TORCH_CHECK_VALUE(
-        fits, "partners[", i, "] has dtype ", other, " beside a parameter of ", type,
-        ": a copy of the same type, a 16-bit copy of a float32 parameter, or the int16 remainder of a 16-bit one, is "
-        "expected.");
-  }
-}
-
-Update check_update(c10::DeviceType type, std::initializer_list<List> lists, at::ITensorListRef partners,
-                    const at::Tensor& rows, const at::Tensor& decision) {
-  const c10::Device device = decision.device();
-  TORCH_CHECK_VALUE(device.type() == type, "decision is on ", device, ": all tensors of a call lie on one device.");
-  const at::ITensorListRef params = lists.begin()[kAdamParameter].tensors;
-  check_table("decision", decision, {kDecision}, at::kFloat, device);
-  check_table("rows", rows, {static_cast<std::int64_t>(params.size()), kRow}, at::kFloat, device);
-  check_partners(params, partners);
-  return {Lists(device, lists), static_cast<const float*>(rows.const_data_ptr()),
-          static_cast<const float*>(decision.const_data_ptr())};
-}
-
-List partners_of(at::ITensorListRef partners) {
-  return {"partners", partners, /*written=*/true, /*optional=*/true, /*shorts=*/true, kAdamParameter};
-}
-
 ScaleUpdate rule_of(at::ArrayRef<double> rule) {
   if (rule.empty()) return {};
   const auto whole = [](double value) {
@@ -53,27 +21,22 @@ ScaleUpdate rule_of(at::ArrayRef<double> rule) {
 
 }  // namespace
 
-Update check_adam(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef exp_avgs,
-                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners,
-                  const at::Tensor& rows, const at::Tensor& decision) {
-  return check_update(type,
-                      {{"grads", grads},
-                       {"params", params, true},
-                       {"exp_avgs", exp_avgs, true},
-                       {"exp_avg_sqs", exp_avg_sqs, true},
-                       {"max_exp_avg_sqs", max_exp_avg_sqs, true, /*optional=*/true},
-                       partners_of(partners)},
-                      partners, rows, decision);
-}
-
-Update check_sgd(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef momentum_buffers,
-                 at::ITensorListRef partners, const at::Tensor& rows, const at::Tensor& decision) {
-  return check_update(type,
-                      {{"grads", grads},
-                       {"params", params, true},
-                       {"momentum_buffers", momentum_buffers, true, /*optional=*/true},
-                       partners_of(partners)},
-                      partners, rows, decision);
+Update check_update(std::initializer_list<List> lists, const at::Tensor& rows, const at::Tensor& decision) {
+  const at::ITensorListRef params = lists.begin()[kAdamParameter].tensors;
+  const at::ITensorListRef partners = (lists.end() - 1)->tensors;
+  auto param = params.begin();
+  auto partner = partners.begin();
+  for (std::size_t i = 0; i < std::min(params.size(), partners.size()); ++i, ++param, ++partner) {
+    const c10::ScalarType type = (*param).scalar_type();
+    const c10::ScalarType other = (*partner).scalar_type();
+    const bool fits = other == at::kShort ? is_half(type) : other == type || (is_half(other) && type == at::kFloat);
+    TORCH_CHECK_VALUE(
+        fits, "partners[", i, "] has dtype ", other, " beside a parameter of ", type,
+        ": a copy of the same type, a 16-bit copy of a float32 parameter, or the int16 remainder of a 16-bit one, is "
+        "expected.");
+  }
+  return {Lists(decision.device(), lists), static_cast<const float*>(rows.const_data_ptr()),
+          static_cast<const float*>(decision.const_data_ptr())};
 }
 
 Prologue check_prologue(const DecisionArguments& a, Kind kind, const at::Tensor& rows, c10::DeviceType type) {

@@ -16,11 +16,9 @@ struct Update {
   const float* decision;
 };
 
-Update check_adam(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef exp_avgs,
-                  at::ITensorListRef exp_avg_sqs, at::ITensorListRef max_exp_avg_sqs, at::ITensorListRef partners,
-                  const at::Tensor& rows, const at::Tensor& decision);
-Update check_sgd(c10::DeviceType type, at::ITensorListRef grads, at::ITensorListRef params, at::ITensorListRef momentum_buffers,
-                 at::ITensorListRef partners, const at::Tensor& rows, const at::Tensor& decision);
+// After check_prologue(). The last list are the partners: each is the parameter itself for none, a copy of the same type, a
+// 16-bit copy of a float32 parameter, or the int16 remainder of a 16-bit one.
+Update check_update(std::initializer_list<List> lists, const at::Tensor& rows, const at::Tensor& decision);
 
 // What decides on a step: the arguments of its op beside the lists, in the order of the schema.
 struct DecisionArguments {

@@ -8,8 +8,6 @@
 
 namespace amp_wrapper {
 
-using TensorList = const at::ITensorListRef&;
-
 // `Device` has its `kType`, and `decide`, `adam` and `sgd`, which compute.
 template <typename Device>
 void fused_adam(TensorList grads, TensorList params, TensorList exp_avgs, TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
@@ -23,8 +21,13 @@ void fused_adam(TensorList grads, TensorList params, TensorList exp_avgs, Tensor
                                     counts,    rule,     max_norm, clip_value};
   const at::Tensor rows = at::empty({static_cast<std::int64_t>(params.size()), kRow}, decision.options());
   const Prologue prologue = check_prologue(arguments, Kind::kAdam, rows, Device::kType);
-  const Update update =
-      check_adam(Device::kType, grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, partners, rows, decision);
+  const Update update = check_update({{"grads", grads},
+                                      {"params", params, true},
+                                      {"exp_avgs", exp_avgs, true},
+                                      {"exp_avg_sqs", exp_avg_sqs, true},
+                                      {"max_exp_avg_sqs", max_exp_avg_sqs, true, /*optional=*/true},
+                                      {"partners", partners, true, true, /*shorts=*/true, kAdamParameter}},
+                                     rows, decision);
   Device::decide(prologue, decision.device());
   Device::adam(update, !max_exp_avg_sqs.empty(), decision.device());
 }
@@ -40,7 +43,11 @@ void fused_sgd(TensorList grads, TensorList params, TensorList momentum_buffers,
                                     counts,           rule,     max_norm, clip_value};
   const at::Tensor rows = at::empty({static_cast<std::int64_t>(params.size()), kRow}, decision.options());
   const Prologue prologue = check_prologue(arguments, Kind::kSgd, rows, Device::kType);
-  const Update update = check_sgd(Device::kType, grads, params, momentum_buffers, partners, rows, decision);
+  const Update update = check_update({{"grads", grads},
+                                      {"params", params, true},
+                                      {"momentum_buffers", momentum_buffers, true, /*optional=*/true},
+                                      {"partners", partners, true, true, /*shorts=*/true, kSgdParameter}},
+                                     rows, decision);
   Device::decide(prologue, decision.device());
   Device::sgd(update, !momentum_buffers.empty(), decision.device());
 }

@@ -52,8 +52,7 @@ bool streams(const Lists& lists) {
   return elements >= kElements;
 }
 
-void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale,
-                        OptionalTensor found_inf) {
+void multi_tensor_scale(TensorList sources, TensorList targets, OptionalTensor scale, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, sources, {&scale, &found_inf});
   const float factor = value_of(check_scalar("scale", scale, device));
   Flag flag(check_scalar("found_inf", found_inf, device));
@@ -64,8 +63,7 @@ void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorList
   });
 }
 
-void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b,
-                        OptionalTensor found_inf) {
+void multi_tensor_axpby(TensorList xs, TensorList ys, OptionalTensor a, OptionalTensor b, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, xs, {&a, &b, &found_inf});
   const Axpby function{value_of(check_scalar("a", a, device)), value_of(check_scalar("b", b, device))};
   Flag flag(check_scalar("found_inf", found_inf, device));
@@ -75,7 +73,7 @@ void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& 
   });
 }
 
-void multi_tensor_isnonfinite(const at::ITensorListRef& tensors, const at::Tensor& found_inf) {
+void multi_tensor_isnonfinite(TensorList tensors, const at::Tensor& found_inf) {
   const c10::Device device = found_inf.device();
   Flag flag(static_cast<float*>(check_scalar("found_inf", found_inf, device)));
   const Lists lists(device, {{"tensors", tensors}}, found_inf);
@@ -84,7 +82,7 @@ void multi_tensor_isnonfinite(const at::ITensorListRef& tensors, const at::Tenso
   });
 }
 
-at::Tensor multi_tensor_l2norm(const at::ITensorListRef& tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
+at::Tensor multi_tensor_l2norm(TensorList tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCPU, tensors, {&inverse_scale, &found_inf});
   const float factor = value_of(check_scalar("inverse_scale", inverse_scale, device));
   Flag flag(check_scalar("found_inf", found_inf, device));

@@ -7,8 +7,7 @@
 namespace amp_wrapper::cuda {
 namespace {
 
-void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorListRef& targets, OptionalTensor scale,
-                        OptionalTensor found_inf) {
+void multi_tensor_scale(TensorList sources, TensorList targets, OptionalTensor scale, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, sources, {&scale, &found_inf});
   const float* factor = check_scalar("scale", scale, device);
   float* flag = check_scalar("found_inf", found_inf, device);
@@ -18,8 +17,7 @@ void multi_tensor_scale(const at::ITensorListRef& sources, const at::ITensorList
   C10_CUDA_CHECK(launch_scale(slots_of<2>(lists), tables.upload(), factor, flag, stream_of(device)));
 }
 
-void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& ys, OptionalTensor a, OptionalTensor b,
-                        OptionalTensor found_inf) {
+void multi_tensor_axpby(TensorList xs, TensorList ys, OptionalTensor a, OptionalTensor b, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, xs, {&a, &b, &found_inf});
   const float* factor_a = check_scalar("a", a, device);
   const float* factor_b = check_scalar("b", b, device);
@@ -30,7 +28,7 @@ void multi_tensor_axpby(const at::ITensorListRef& xs, const at::ITensorListRef& 
   C10_CUDA_CHECK(launch_axpby(slots_of<2>(lists), tables.upload(), factor_a, factor_b, flag, stream_of(device)));
 }
 
-void multi_tensor_isnonfinite(const at::ITensorListRef& tensors, const at::Tensor& found_inf) {
+void multi_tensor_isnonfinite(TensorList tensors, const at::Tensor& found_inf) {
   const c10::Device device = found_inf.device();
   auto* flag = static_cast<float*>(check_scalar("found_inf", found_inf, device));
   const Lists lists(device, {{"tensors", tensors}}, found_inf);
@@ -39,7 +37,7 @@ void multi_tensor_isnonfinite(const at::ITensorListRef& tensors, const at::Tenso
   C10_CUDA_CHECK(launch_nonfinite(slots_of<1>(lists), tables.upload(), flag, stream_of(device)));
 }
 
-at::Tensor multi_tensor_l2norm(const at::ITensorListRef& tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
+at::Tensor multi_tensor_l2norm(TensorList tensors, OptionalTensor inverse_scale, OptionalTensor found_inf) {
   const c10::Device device = device_of(c10::kCUDA, tensors, {&inverse_scale, &found_inf});
   const float* factor = check_scalar("inverse_scale", inverse_scale, device);
   float* flag = check_scalar("found_inf", found_inf, device);
