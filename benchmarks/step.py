@@ -348,10 +348,9 @@ def beside_torch(lists: dict[str, Shapes], rounds: int, device: str) -> list[lis
         for level in ('O0', 'O2', 'O5'):
             for library, setting in libraries.items():
                 with ops_from(setting):
-                    steps = {
-                        name: start(functools.partial(Wrapped, case, level=level, optimizer=optimizer), shapes)
-                        for name, optimizer in optimizers.items()
-                    }
+                    steps: dict[str, Step] = {}
+                    for name, optimizer in optimizers.items():
+                        steps[name] = start(functools.partial(Wrapped, case, level=level, optimizer=optimizer), shapes)
                     times = time_steps(steps, rounds, device)
                 best = min(times['fused'], times['foreach'], key=statistics.median)
                 rows.append([title, level, library, median(best), ratio(times['ours'], best)])

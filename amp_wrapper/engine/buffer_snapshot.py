@@ -21,6 +21,7 @@ from ..casting.modules import is_batchnorm
 
 #: Larger buffers (in bytes) are copied only if they ever change, after the first step: most are constant tables.
 LARGE = 2**20
+_FORM = operator.attrgetter('shape', 'dtype', 'device')
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -184,7 +185,7 @@ class _Group:
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Take these for the buffers from now on; those that have another form are left alone."""
-        there = [name for name in self.shapes if name in tensors and _is_alike(tensors[name], self.copies[name])]
+        there = [name for name in self.shapes if name in tensors and _FORM(tensors[name]) == _FORM(self.copies[name])]
         self._bound = [[each[name] for name in there] for each in (tensors, self.copies, self._parts)]
 
     @torch.no_grad()
@@ -215,10 +216,6 @@ class _Group:
         torch.where(back, before, now, out=now)  # type: ignore[arg-type]
         # through ``data``: graphs that wait for their backward pass may hold buffers, and none computes with what is written
         torch._foreach_copy_(list(map(operator.attrgetter('data'), tensors)), parts)
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype is other.dtype and one.device == other.device
 
 
 def _can_be_copied(tensor: Tensor) -> bool:

@@ -53,7 +53,7 @@ class Flags:
         """The flag of a loss; a live tensor."""
         found = self._flags[loss_id]
         if found is None:
-            found = self._flags[loss_id] = torch.zeros((), dtype=torch.float32, device=self._device)
+            found = self._flags[loss_id] = self.new()
         return found
 
     def add(self, found_inf: Tensor, loss_id: int | None = None) -> None:

@@ -198,8 +198,7 @@ class Gradients:
         """The optimizer's own were cleared: clear those of the weights behind masters."""
         self._aside, self._is_unaveraged, self.kept_by_fsdp = [], False, None
         if set_to_none:
-            for weight in self.params.behind_masters:
-                weight.grad = None
+            attributes.set_gradients(self.params.behind_masters, None)
             return
         for weight, master in zip(self.params.behind_masters, self.params.masters):
             if weight.grad is not None:

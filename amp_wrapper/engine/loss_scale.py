@@ -220,8 +220,7 @@ class LossScales:
         Raises:
             AmpUsageError: No such loss.
         """
-        is_plain = type(loss_id) is int and 0 <= loss_id < len(self.scalers)
-        if not is_plain and not is_whole(loss_id, 0, len(self.scalers)):
+        if not is_whole(loss_id, 0, len(self.scalers)):
             raise AmpUsageError(f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses.')
         return self.scalers[loss_id]
 

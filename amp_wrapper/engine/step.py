@@ -316,9 +316,8 @@ def _finish(engine: Engine, numbers: list[float] | None, norm: Tensor | None, in
         monitor.unseen += 1
     elif monitor.record(int(numbers[0]), int(numbers[1]), engine.label):
         _raise_streak(engine, int(numbers[1]))
-    shown: tuple[str, ...] = () if norm is None else ('grad_norm',)
-    if scales.check:
-        shown += ('loss_scale', 'skips') if scales.is_dynamic else ('skips',)
+    shows = {'grad_norm': norm is not None, 'loss_scale': scales.check and scales.is_dynamic, 'skips': scales.check}
+    shown = tuple(filter(shows.get, shows))
     if info is None and shown:
         info = info_of(norm, scales.first.current_scale, scales.steps.counts)
     return StepResult(skipped, info if shown else None, shown)
