@@ -76,16 +76,17 @@ def find_roots(
     inside = {id(model)}
     for name, module in model.named_modules():
         parameters, parts = set(map(id, module.parameters())), set(map(id, module.modules()))
-        # which has no forward of its own
-        is_list = isinstance(unwrap(module), (nn.ModuleList, nn.ModuleDict))
-        if id(module) in inside or not parameters <= owned or not parameters or is_list:
+        part = unwrap(module)
+        if id(module) in inside or not parameters or id(part) in done:
             continue
-        if parts.isdisjoint(done):
-            roots.append((name, unwrap(module)))
+        if not parts.isdisjoint(done):
+            if not owned.isdisjoint(map(id, part.parameters(recurse=False))):
+                raise AmpAttachError(
+                    f'{name} ({type(part).__name__}) has parameters of its own around a module that another wrapper casts: '
+                    f'move them into a module of their own, or give the whole to one optimizer.'
+                )
+        # a list or dict of modules has no forward of its own
+        elif parameters <= owned and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            roots.append((name, part))
             inside |= parts
-        elif id(unwrap(module)) not in done and any(True for _ in unwrap(module).parameters(recurse=False)):
-            raise AmpAttachError(
-                f'{name} ({type(module).__name__}) has parameters of its own around a module that another wrapper casts: move '
-                f'them into a module of their own, or give the whole to one optimizer.'
-            )
     return roots

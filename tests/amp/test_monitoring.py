@@ -112,11 +112,10 @@ def test_diagnosis_that_fails_does_not_end_training(log: list[str], tmp_path: Pa
     (tmp_path / 'file').write_text('')
     model, optimizer = start('O5')
     with amp.monitor(optimizer, folder=tmp_path / 'file', diagnose_overflow=True) as watch:
-        for broken in (True, False):
-            with monkeypatch.context() as patches:
-                if broken:
-                    patches.setattr(watch_module, 'diagnose', fail)
-                step(model, optimizer, nan_input(batches(1)[0]))
+        monkeypatch.setattr(watch_module, 'diagnose', fail)
+        step(model, optimizer, nan_input(batches(1)[0]))
+        monkeypatch.undo()
+        step(model, optimizer, nan_input(batches(1)[0]))
     assert len([line for line in log if 'ValueError: no reason' in line]) == 1 and amp.skipped_steps(optimizer) == 2
     assert [each.cause for each in watch.diagnoses] == ['input']
 

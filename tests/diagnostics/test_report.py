@@ -227,6 +227,10 @@ def test_numbers_that_are_not_finite_are_null_in_json() -> None:
 
 def test_loss_of_the_model_outside_is_refused_and_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(AmpUsageError, match='of the original was called, not that of the copy'):
-        amp.report(model, torch.ones(2, 4), 'O5', lambda _, x: model(x).sum())
+    for call, text in (
+        (model, 'of the original was called, not that of the copy'),
+        (torch.exp, 'no module of the model'),
+    ):
+        with pytest.raises(AmpUsageError, match=text):
+            amp.report(model, torch.ones(2, 4), 'O5', lambda _, x, call=call: call(x).sum())
     assert all(parameter.grad is None for parameter in model.parameters()) and model[1].num_batches_tracked == 0

@@ -399,9 +399,8 @@ def test_bytes_by_level_counted_by_hand() -> None:
     for level in ('O0', 'O1', 'O2', 'O3', 'O4', 'O5'):
         is_cast = level in ('O2', 'O3', 'O5')
         # 12 weights with a gradient each, and masters. Adam has two numbers for each, and a float32 step. A count of 8 bytes
-        held = (
-            2 * (24 if is_cast else 48) + (48 if level in ('O2', 'O5') else 0) + 4 + (48 if level == 'O3' else 96) + 8
-        )
+        masters, moments = 48 * (level in ('O2', 'O5')), 48 if level == 'O3' else 96
+        held = 2 * (24 if is_cast else 48) + masters + 4 + moments + 8
         # Kept for the backward pass: 8 inputs of the layer, in its type; 6 outputs and 6 targets of the loss, in FP32. Weights
         # are there anyway, casts of them are not.
         kept = 48 + {'O0': 32, 'O1': 16 + 24, 'O4': 16 + 24}.get(level, 16)
@@ -411,8 +410,7 @@ def test_bytes_by_level_counted_by_hand() -> None:
 def test_sparse_gradients_are_compared() -> None:
     model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
     words: Any = dict(steps=4, progress=False, make_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1))
-    loss_fn = lambda model, x: model(x).float().square().sum()  # noqa: E731
-    assert amp.suggest_level(model, loss_fn, [torch.tensor([1, 1, 2])] * 4, **words).level
+    assert amp.suggest_level(model, lambda net, x: net(x).float().square().sum(), [torch.tensor([1, 1])], **words).level
 
 
 # -- the result ------------------------------------------------------------------------------------------------------

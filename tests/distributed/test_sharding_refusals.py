@@ -106,6 +106,11 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(here: Here, t
 def test_sharding_and_initialize_in_an_order_that_cannot_work(here: Here) -> None:
     net = Net().to(here.device)
     early = FusedAdamW(net.parameters())
+    with pytest.raises(AmpConfigError, match='conflicts with a mesh'):
+        amp_wrapper.fully_shard(net, 'O5', mesh=mesh_of(here), master_weights='split')
+    with pytest.raises(AmpConfigError, match='contradicts accumulate_in_fp32'):
+        amp_wrapper.fully_shard(net, 'O5', mesh=mesh_of(here), accumulate_in_fp32=True, reduce_dtype='bfloat16')
+    # nothing has been changed
     amp_wrapper.fully_shard(net, 'O5', mesh=mesh_of(here))
     with pytest.raises(AmpAttachError, match='built before the model was sharded'):
         amp.initialize(net, early, opt_level='O5', verbosity=0)

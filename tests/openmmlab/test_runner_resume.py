@@ -203,11 +203,13 @@ def test_stopped_run_stays_stopped_until_its_settings_change(words: dict[str, An
     assert run(tmp_path, {**STOPPING, 'patience': 2}, resume=True, **case)[0].epoch == 3
 
 
-def test_finished_run_stays_where_it_is(tmp_path: Path) -> None:
+def test_finished_run_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = toy.everything('O5', by_epoch=False, max_epochs=1)
     case['default_hooks']['checkpoint'] = dict(type='CheckpointHook', interval=1)
     toy.run(tmp_path, **copy.deepcopy(case))
     before = crash_harness.result(tmp_path)
+    # no sample is loaded again
+    monkeypatch.delattr(toy.ToyData, '__getitem__')
     toy.run(tmp_path, resume=True, **copy.deepcopy(case))
     rows = differences(before, crash_harness.result(tmp_path))
     # such a hook counts this as one more epoch

@@ -304,6 +304,18 @@ def test_parameters_of_two_optimizers_are_refused(levels: Any) -> None:
         sharing(*levels)
 
 
+def test_parameters_around_a_part_of_another_member_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 1))
+    inside = list(model[1].out_proj.parameters())
+    around = [parameter for parameter in model.parameters() if all(parameter is not each for each in inside)]
+    ours = [
+        AmpOptimWrapper(opt_level='O2', optimizer=sgd([{'params': params, 'lr': 0.1}])) for params in (inside, around)
+    ]
+    OptimWrapperDict(a=ours[0], b=ours[1])
+    with pytest.raises(AmpAttachError, match='parameters of its own around'), ours[0].optim_context(model):
+        pass
+
+
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O4'])
 def test_wrapper_of_mmengine_in_the_same_dict_is_refused(level: str) -> None:
     """Gradients that its loss brings to the parameters of ours carry no scale."""
