@@ -202,7 +202,7 @@ class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
     The numbers of a step: ``amp_grad_subnormal``, the share of gradient elements other than zero that are below the normal
     range of float16, and ``amp_grad_peak``, the largest one in powers of two from the largest number of float16, both with the
     loss scale and where the level computes in float16; ``amp_scale``, that of the step; ``amp_skipped``, the steps that were
-    skipped before it. They are computed on the device, and read late.
+    skipped so far. They are computed on the device, and read late.
 
     Args:
         engine: Of the optimizer; None watches nothing.
@@ -237,6 +237,7 @@ class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
         # the iteration of the last step: what is told of it comes late
         self._last = 0
         self._counts_steps, self._is_due = True, False
+        self._measured: dict[str, Tensor] = {}
         self._latest: dict[str, float] = {}
         self._failed: set[str] = set()
         self._waiting: list[tuple[int, list[str], LateRead]] = []
@@ -278,13 +279,15 @@ class TrainingWatch(StepObserver, AbstractContextManager['TrainingWatch']):
             self.begin(self.iteration + 1)
             self._counts_steps = True
         self._last = self.iteration
-        if self._is_due:
-            found = _measure(engine)
-            if not rank():
-                row = torch.stack([each.to(engine.device).double() for each in found.values()])
-                self._waiting.append((self.iteration, list(found), LateRead(row)))
-        self._is_due = False
+        self._measured, self._is_due = _measure(engine) if self._is_due else {}, False
         self._hand_on(wait=False)
+
+    def after_step(self, engine: Engine, result: StepResult) -> None:
+        """Count this step among the skipped ones, and send its numbers to the host."""
+        if self._measured and not rank():
+            found = {**self._measured, 'amp_skipped': engine.scales.steps.counts[1]}
+            row = torch.stack([each.to(engine.device).double() for each in found.values()])
+            self._waiting.append((self._last, list(found), LateRead(row)))
 
     def _hand_on(self, wait: bool) -> None:
         """Hand on what has reached the host, or all of it. The first failure of each log is warned of."""
@@ -324,7 +327,8 @@ def _measure(engine: Engine) -> dict[str, Tensor]:
         if not gradient.is_sparse and (not policy.casts_model or weight.dtype in HALF_TYPES or is_sharded(weight))
     ]
     devices = {gradient.device for gradient, _ in found}
-    numbers = {'amp_scale': engine.scales.first.current_scale, 'amp_skipped': engine.scales.steps.counts[1]}
+    # the step changes it in place
+    numbers = {'amp_scale': engine.scales.first.current_scale.clone()}
     if policy.half_type is not torch.float16 or len(devices) != 1:
         return numbers
     scale, normal = numbers['amp_scale'].to(found[0][0].device), torch.finfo(torch.float16)

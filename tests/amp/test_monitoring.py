@@ -48,11 +48,11 @@ def test_numbers_are_logged_written_and_read_until_closed(tmp_path: Path, log: l
     model, optimizer = start()
     folder = tmp_path / 'new' / 'run'
     watch = amp.monitor(optimizer, 4, folder=folder, log=hear)
-    for x in batches(8):
-        step(model, optimizer, x)
+    for index, x in enumerate(batches(8)):
+        step(model, optimizer, nan_input(x) if index == 3 else x)
     watch.close()
-    assert [at for at, _ in heard] == [1, 4, 8] and watch.read() == heard[-1][1]
-    assert all({'amp_scale', 'amp_skipped'} <= numbers.keys() and len(numbers) == 4 for _, numbers in heard)
+    found = [(at, numbers['amp_scale'], numbers['amp_skipped'], len(numbers)) for at, numbers in heard]
+    assert found == [(1, 65536, 0, 4), (4, 65536, 1, 2), (8, 32768, 1, 4)] and watch.read() == heard[-1][1]
     written = lines(folder / 'amp_monitor.jsonl')
     assert [line.pop('iteration') for line in written] == [1, 4, 8] and written == [numbers for _, numbers in heard]
     for x in batches(4):
